@@ -1,0 +1,103 @@
+"""Attention Residuals: softmax attention along the depth of a network (AttnRes, arXiv 2603.15031).
+
+Public names: `attn_res`, `attn_res_reference`, `backend_of`.
+"""
+
+import jax
+
+from pallas_kernels.attn_res.inputs import check_inputs
+from pallas_kernels.attn_res.reference import attn_res_reference, mix_plainly
+from pallas_kernels.attn_res.xla import mix_xla
+
+__all__ = ["attn_res", "attn_res_reference", "backend_of"]
+
+_MIXES = {"reference": mix_plainly, "xla": mix_xla}
+_BACKENDS = ("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu")
+
+
+def attn_res(
+    sources,
+    query,
+    key_scale=None,
+    *,
+    count=None,
+    output_scale=None,
+    eps: float = 1e-6,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Mix the outputs of earlier sub-layers by attention over depth (AttnRes, section 3).
+
+    For every token on its own, with `N` sources `v_i`:
+
+        score_i  = query . (key_scale * v_i * rsqrt(mean(v_i^2) + eps))
+        mixture  = sum_i softmax(score)_i v_i
+
+    The keys are normalised, the values are the raw sources, and there is no 1/sqrt(D): fold another scale into the
+    query. A zero query gives the plain mean. All arithmetic is in the widest input dtype, at least float32; the
+    mixture is rounded once.
+
+    Args:
+      sources: a sequence of N arrays `[..., D]` of one shape and dtype, or one buffer `[N, ..., D]`. Neither is
+        copied or stacked.
+      query: `[D]`.
+      key_scale: `[D]`, the gain of the keys' RMSNorm; None is a gain of 1.
+      count: only with a buffer: its first `count` rows are live, the others take no part, get exactly zero gradient
+        and may hold anything, NaN included. A python int, or a traced integer scalar from 1 to N (outside of that
+        range a traced count is not detected: below 1 the mixture is NaN, above N all rows are live). Changing a
+        traced count never recompiles.
+      output_scale: `[D]`, the gain of an RMSNorm to apply to the mixture before it is rounded, with the same eps
+        (a sub-layer's PreNorm, fused); None applies no norm.
+      eps: a Python number >= 0, added to the mean square.
+      return_lse: also return the log-sum-exp of the scores.
+      backend: "auto", "reference" or "xla". "mosaic_tpu" and "mosaic_gpu" are not available.
+
+    Returns:
+      The mixture `[..., D]` in the sources' dtype, or with `return_lse` the pair (mixture, lse), lse `[...]` in
+      float32 (float64 if any input is), natural log. Two mixtures of disjoint sources, made with the same query
+      and without output_scale, merge exactly:
+
+          p = sigmoid(lse_b - lse_a);  mixture = mixture_a + p * (mixture_b - mixture_a)
+
+    Gradients reach sources, query, key_scale and output_scale, also through lse. The reverse pass keeps the inputs
+    and two scalars per source and token. One source is returned exactly, and gives the query exactly no gradient
+    through the mixture. Reverse mode only: forward mode raises jax's own error.
+
+    Raises:
+      ValueError: before anything is traced: no sources, sources that differ in shape or dtype, a vector that is not
+        `[D]`, a count with a sequence or outside of the buffer, a negative eps, an unknown backend.
+      NotImplementedError: a backend that does not serve this operation.
+    """
+    inputs = check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
+    return _MIXES[_choose(backend)](inputs, return_lse)
+
+
+def backend_of(
+    sources,
+    query,
+    key_scale=None,
+    *,
+    count=None,
+    output_scale=None,
+    eps: float = 1e-6,
+    return_lse: bool = False,
+    backend: str = "auto",
+    platform: str | None = None,
+) -> str:
+    """The backend that `attn_res` would run for these arguments (arrays or `jax.ShapeDtypeStruct`), without running it.
+
+    Raises what `attn_res` would raise. The answer is the same on every platform.
+    """
+    del return_lse, platform
+    check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
+    return _choose(backend)
+
+
+def _choose(backend: str) -> str:
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r}; allowed are {', '.join(map(repr, _BACKENDS))}")
+    if backend == "auto":
+        return "xla"
+    if backend not in _MIXES:
+        raise NotImplementedError(f"backend={backend!r} has no attn_res kernel; backend='xla' serves these inputs")
+    return backend
