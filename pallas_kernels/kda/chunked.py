@@ -46,7 +46,7 @@ from .reference import compute_dtype, normalise
 __all__ = ["chunked_kda"]
 
 # Elements of one [tokens, HV, max(K, V)] array of a group: about 15 such float32 arrays live at once.
-GROUP_ELEMENTS = {"cpu": 1 << 20, "other": 1 << 25}
+GROUP_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 25}
 
 
 class Settings(NamedTuple):
@@ -62,6 +62,7 @@ class Settings(NamedTuple):
     chunk: int
     group_chunks: int
     precision: jax.lax.Precision
+    exact: bool  # no input is narrower than float32
 
 
 class Inputs(NamedTuple):
@@ -85,11 +86,12 @@ def chunked_kda(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segm
     limit = GROUP_ELEMENTS["cpu" if jax.default_backend() == "cpu" else "other"]
     most = max(1, limit // (B * HV * chunk * max(K, V)))
     groups = -(-chunks // most)
-    exact = jnp.result_type(q, k, v, g, beta) in (jnp.float32, jnp.float64)
+    exact = all(x.dtype in (jnp.float32, jnp.float64) for x in (q, k, v))
     settings = Settings(
         scale, num_segments, gate, lower_bound, qk_l2norm, beta_sigmoid, erase, chunk, -(-chunks // groups),
-        # HIGH is three bf16 passes on a TPU and TF32 on a GPU: enough for bf16 inputs, the solve included.
-        jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.HIGH,
+        # HIGH is three bf16 passes on a TPU and TF32 on a GPU. One bf16 pass would do for random keys, but leaves
+        # 1.4e-2 on nearly parallel ones (measured on an H200), over the budget of 1e-2.
+        jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.HIGH, exact,
     )  # fmt: skip
     if initial_state is not None and num_segments is None:
         initial_state = initial_state[:, None]
@@ -143,7 +145,7 @@ def _chunked_bwd(settings, saved, cotangents):
         residuals, _ = _outputs(settings, p, c, starts)
         do = _chunk(_fetch_group(settings, dout, layout, n).astype(p.v.dtype), settings.chunk)
         dpool, d = _chunk_terms_vjp(settings, p, c, starts, residuals, do, dpool, slots)
-        d, dA, db = _prepare_vjp(settings, inputs, layout, n, p, d)
+        d, dA, db = _prepare_vjp(settings, inputs, layout, n, d)
         return (dpool, *jax.tree.map(jnp.add, (dA_log, ddt_bias), (dA, db))), d
 
     dtype = first_pool.dtype
@@ -234,53 +236,62 @@ class Prepared(NamedTuple):
     beta: jax.Array
 
 
-def _prepare(settings, inputs, layout: Layout, n) -> Prepared:
+def _raw(settings, inputs, layout: Layout, n) -> Inputs:
+    """The raw inputs of group n, chunked, in the compute dtype, 0 at padding; the gate's parameters to broadcast."""
     dtype = compute_dtype(*inputs[:5], inputs.initial_state)
-    q, k, v, g, beta = (_fetch_group(settings, x, layout, n).astype(dtype) for x in inputs[:5])
+    tokens = (*inputs[:4], inputs.beta[..., None])
+    tokens = (_chunk(_fetch_group(settings, x, layout, n), settings.chunk).astype(dtype) for x in tokens)
+    if settings.gate == "log":
+        return Inputs(*tokens, None, None, None)
+    return Inputs(*tokens, inputs.A_log[:, None, None], inputs.dt_bias[:, None, :], None)
+
+
+def _prepare(settings, inputs, layout: Layout, n) -> Prepared:
+    q, k, v, g, beta, A_log, dt_bias, _ = _raw(settings, inputs, layout, n)
     if settings.qk_l2norm:
         q, k = normalise(q), normalise(k)
     if settings.gate != "log":
-        g = activate_gate(g, inputs.A_log, inputs.dt_bias, settings.lower_bound)
+        g = activate_gate(g, A_log, dt_bias, settings.lower_bound)
     if settings.beta_sigmoid:
         beta = jax.nn.sigmoid(beta)
     valid, starts = _masks(settings, layout, n)
     # Below `forget` a step's factor is 0 anyway, and small sums stay exact; a later segment begins by forgetting.
-    forget = -110.0 if dtype == jnp.float32 else -750.0
-    g = jnp.where(starts[..., None, None], forget, jnp.where(valid[..., None, None], jnp.maximum(g, forget), 0))
-    beta = jnp.where(valid[..., None], beta, 0)
+    forget = -110.0 if g.dtype == jnp.float32 else -750.0
+    g = jnp.where(starts, forget, jnp.where(valid, jnp.maximum(g, forget), 0))
+    beta = jnp.where(valid, beta, 0)
     group = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x, group, axis=2) if group > 1 else x for x in (q, k))
-    q, k, v, g, beta = (_chunk(x, settings.chunk) for x in (settings.scale * q, k, v, g, beta[..., None]))
-    return Prepared(q, k, v, g, beta)
+    return Prepared(settings.scale * q, k, v, g, beta)
 
 
-def _prepare_vjp(settings, inputs, layout, n, p: Prepared, d: Prepared):
-    """Cotangents of the raw inputs of group n, in their dtypes, and those of A_log and dt_bias."""
-    raw = Inputs(*(_fetch_group(settings, x, layout, n) for x in inputs[:5]), *inputs[5:])
-    dtype = p.q.dtype
-    dq, dk, dv, dg, dbeta = (_unchunk(x) for x in d)
-    dbeta = dbeta[..., 0]
+def _prepare_vjp(settings, inputs, layout, n, d: Prepared):
+    """Cotangents of the raw inputs of group n, in their layout and dtypes, and those of A_log and dt_bias."""
+    raw = _raw(settings, inputs, layout, n)
+    dq, dk, dv, dg, dbeta = d
     H = raw.q.shape[2]
     if dq.shape[2] != H:  # grouped values: a q/k head serves HV // H value heads
-        dq, dk = (x.reshape(*x.shape[:2], H, -1, x.shape[-1]).sum(axis=3) for x in (dq, dk))
+        dq, dk = (x.reshape(*x.shape[:2], H, -1, *x.shape[3:]).sum(axis=3) for x in (dq, dk))
     dq = settings.scale * dq
     if settings.qk_l2norm:
-        dq, dk = _normalise_vjp(raw.q.astype(dtype), dq), _normalise_vjp(raw.k.astype(dtype), dk)
+        dq, dk = _normalise_vjp(raw.q, dq), _normalise_vjp(raw.k, dk)
     if settings.beta_sigmoid:
-        beta = jax.nn.sigmoid(raw.beta.astype(dtype))
+        beta = jax.nn.sigmoid(raw.beta)
         dbeta = dbeta * beta * (1 - beta)
     valid, starts = _masks(settings, layout, n)
-    dg = jnp.where((valid & ~starts)[..., None, None], dg, 0)
+    dg = jnp.where(valid & ~starts, dg, 0)
     dA = db = None
     if settings.gate != "log":
         dg, dA, db = activate_gate_vjp(raw.g, raw.A_log, raw.dt_bias, settings.lower_bound, dg)
-    d = (x.astype(r.dtype) for x, r in zip((dq, dk, dv, dg, dbeta), raw[:5], strict=True))
-    return tuple(d), dA, db
+        dA, db = dA.reshape(inputs.A_log.shape), db.reshape(inputs.dt_bias.shape)
+    *d, dbeta = (_unchunk(x.astype(r.dtype)) for x, r in zip((dq, dk, dv, dg, dbeta), inputs[:5], strict=True))
+    return (*d, dbeta[..., 0]), dA, db
 
 
 def _masks(settings, layout, n):
+    """valid and starts of group n, [N, B, 1, C, 1]."""
     size = settings.group_chunks * settings.chunk
-    return tuple(jax.lax.dynamic_slice_in_dim(m, n * size, size, axis=1) for m in (layout.valid, layout.starts))
+    masks = (jax.lax.dynamic_slice_in_dim(m, n * size, size, axis=1) for m in (layout.valid, layout.starts))
+    return tuple(_chunk(m[:, :, None, None], settings.chunk) for m in masks)
 
 
 def _normalise_vjp(x, dy):
@@ -357,6 +368,9 @@ def _outputs(settings, p: Prepared, c: Terms, starts):
 def _chunk_terms_vjp(settings, p: Prepared, c: Terms, starts, residuals, do, dpool, slots):
     """The pool's cotangent before the group, and the cotangents of p."""
     dot = partial(matmul, precision=settings.precision)
+    pairs_vjp = partial(
+        pair_products_vjp, precision=settings.precision, dtype=p.k.dtype if settings.exact else jnp.bfloat16
+    )
     C, K = p.k.shape[-2:]
     q_in, k_in, k_out = p.q * c.decay_in, p.k * c.decay_in, p.k * c.decay_out
     Ado = dot(c.A, do, ta=True)
@@ -388,19 +402,20 @@ def _chunk_terms_vjp(settings, p: Prepared, c: Terms, starts, residuals, do, dpo
         Z, Y = ZY[..., :K], ZY[..., K:]
         dk_in = p.beta * Z
         dbeta = sum(jnp.sum(x, axis=-1, keepdims=True) for x in (Z * k_in, Y * p.v, dL * c.Ak))
-        drows, dk, dlevels = pair_products_vjp([p.q, p.k], p.k, c.factors, [dA, p.beta * dL], settings.precision)
+        drows, dk, dlevels = pairs_vjp([p.q, p.k], p.k, c.factors, [dA, p.beta * dL])
         dk = dk + drows[1] + dk_in * c.decay_in
         dprefix = dk_in * k_in + dq_in * q_in
     else:
         dq_in, Y = dot(do, starts, tb=True), dresiduals
         dbeta = jnp.sum(Y * p.v, axis=-1, keepdims=True)
-        drows, dk, dlevels = pair_products_vjp([p.q], p.k, c.factors, [dA], settings.precision)
+        drows, dk, dlevels = pairs_vjp([p.q], p.k, c.factors, [dA])
         dprefix = dq_in * q_in
     diagonal = jnp.sum(do * residuals, axis=-1, keepdims=True)
     dq = drows[0] + dq_in * c.decay_in + diagonal * p.k
     dk = dk + dk_out * c.decay_out + diagonal * p.q
     dg = decay_exponents_vjp(dlevels, dprefix, dk_out * k_out, dtotal)
-    return dpool, Prepared(dq, dk, p.beta * Y, dg, dbeta)
+    # Fused into one kernel with the activations' backward, the sums above run at a fraction of a GPU's bandwidth.
+    return dpool, jax.lax.optimization_barrier(Prepared(dq, dk, p.beta * Y, dg, dbeta))
 
 
 # --- Meshes ------------------------------------------------------------------------------------------------------

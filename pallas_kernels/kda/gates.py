@@ -30,7 +30,7 @@ def softplus_gate(x: jax.Array, A_log: jax.Array | None = None, dt_bias: jax.Arr
         ValueError: if A_log or dt_bias does not fit the last two axes of x.
     """
     A_log, dt_bias = gate_parameters(x, A_log, dt_bias)
-    return activate_gate(x, A_log, dt_bias, None)
+    return activate_gate(x, A_log[:, None], dt_bias, None)
 
 
 def bounded_gate(
@@ -52,7 +52,7 @@ def bounded_gate(
     """
     check_lower_bound(lower_bound)
     A_log, dt_bias = gate_parameters(x, A_log, dt_bias)
-    return activate_gate(x, A_log, dt_bias, float(lower_bound))
+    return activate_gate(x, A_log[:, None], dt_bias, float(lower_bound))
 
 
 def check_lower_bound(lower_bound) -> None:
@@ -63,7 +63,7 @@ def check_lower_bound(lower_bound) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def activate_gate(x, A_log, dt_bias, lower_bound: float | None) -> jax.Array:
-    """g of raw logits x `[..., HV, K]` with A_log `[HV]` and dt_bias `[HV, K]`; lower_bound None is the softplus gate."""
+    """g of raw logits x, with A_log and dt_bias of any shapes that broadcast against it; lower_bound None is softplus."""
     y, a, _ = _scaled_logits(x, A_log, dt_bias)
     if lower_bound is None:
         return -a * _softplus(y)
@@ -86,8 +86,7 @@ def activate_gate_vjp(x, A_log, dt_bias, lower_bound: float | None, dg) -> tuple
         slope = lower_bound * jax.nn.sigmoid(z) * jax.nn.sigmoid(-z)
         dx = dg * (slope * a)
         dA = jnp.where(slope == 0, 0.0, dg * slope * z)
-    leading = tuple(range(x.ndim - 2))
-    return dx, jnp.sum(dA, axis=(*leading, x.ndim - 1)), jnp.sum(dx, axis=leading)
+    return dx, _sum_to(dA, A_log.shape), _sum_to(dx, dt_bias.shape)
 
 
 def _gate_fwd(x, A_log, dt_bias, lower_bound):
@@ -124,8 +123,14 @@ def _scaled_logits(x, A_log, dt_bias):
     """y = x + dt_bias and the finite rate exp(A_log), in float32 or float64."""
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, A_log.dtype), jnp.float32)
     y = x.astype(dtype) + dt_bias.astype(dtype)
-    a = jnp.minimum(jnp.exp(A_log.astype(dtype)), jnp.finfo(dtype).max)[:, None]
+    a = jnp.minimum(jnp.exp(A_log.astype(dtype)), jnp.finfo(dtype).max)
     return y, a, dtype
+
+
+def _sum_to(x, shape):
+    """x summed over the axes along which an array of this shape was broadcast."""
+    full = (1,) * (x.ndim - len(shape)) + shape
+    return jnp.sum(x, axis=[i for i, n in enumerate(full) if n == 1 and x.shape[i] > 1], keepdims=True).reshape(shape)
 
 
 def _softplus(y):

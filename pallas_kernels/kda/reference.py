@@ -26,7 +26,7 @@ def gate_of(g, gate, A_log, dt_bias, lower_bound) -> jax.Array:
     """Log-decay from what the caller passed as g: itself, or one of the two activations of raw logits."""
     if gate == "log":
         return g
-    return activate_gate(g, A_log, dt_bias, lower_bound if gate == "bounded" else None)
+    return activate_gate(g, A_log[:, None], dt_bias, lower_bound if gate == "bounded" else None)
 
 
 def beta_of(beta, beta_sigmoid) -> jax.Array:
