@@ -36,11 +36,11 @@ __all__ = [
 TILE = 16
 
 
-def matmul(a, b, precision, *, ta=False, tb=False, out=None):
+def matmul(a, b, precision, *, ta=False, tb=False):
     """Batched a @ b over all leading axes, with either matrix transposed by its dimension numbers and not by a copy."""
     batch = tuple(range(a.ndim - 2))
     contract = ((a.ndim - 2 if ta else a.ndim - 1,), (b.ndim - 1 if tb else b.ndim - 2,))
-    return jax.lax.dot_general(a, b, (contract, (batch, batch)), precision, preferred_element_type=out or a.dtype)
+    return jax.lax.dot_general(a, b, (contract, (batch, batch)), precision=precision)
 
 
 def decay_exponents(g):
@@ -104,8 +104,8 @@ def pair_products(rows, k, factors, precision):
 def pair_products_vjp(rows, k, factors, dproducts, precision, dtype):
     """(drows, dk, dlevels) for cotangents dproducts [..., C, C]; what they hold on or above the diagonal is ignored.
 
-    Operands are rounded to dtype: bf16 for bf16 inputs, since half of the backward's traffic is here and, unlike the
-    forward products, these are not inverted afterwards.
+    Operands and products are rounded to dtype: bf16 for bf16 inputs, since half of the backward's traffic is here
+    and, unlike the forward products, these are not inverted afterwards.
     """
     drows, dk, dlevels = [0.0] * len(rows), 0.0, []
     for n, factor in enumerate(factors):
@@ -119,14 +119,14 @@ def pair_products_vjp(rows, k, factors, dproducts, precision, dtype):
             x = [_halves(r * factor, half)[..., 1, :, :] for r in rows]
             y = _halves(k * factor, half)[..., 0, :, :]
         d, x, y = _stack(d).astype(dtype), _stack(x).astype(dtype), y.astype(dtype)
-        dx = _unstack(matmul(d, y, precision, out=k.dtype), len(rows))
-        dy = matmul(d, x, precision, ta=True, out=k.dtype)
+        dx = _unstack(matmul(d, y, precision), len(rows))
+        dy = matmul(d, x, precision, ta=True)
         if half < TILE:
             dx, dy = [d.reshape(k.shape) for d in dx], dy.reshape(k.shape)
         else:
             dx = [_join_halves(jnp.zeros_like(d), d, k.shape) for d in dx]
             dy = _join_halves(dy, jnp.zeros_like(dy), k.shape)
-        dx, dy = [d * factor for d in dx], dy * factor
+        dx, dy = [d.astype(k.dtype) * factor for d in dx], dy.astype(k.dtype) * factor
         drows = [a + d for a, d in zip(drows, dx, strict=True)]
         dk = dk + dy
         dlevels.append(sum(r * d for r, d in zip(rows, dx, strict=True)) + k * dy)
