@@ -5,14 +5,15 @@ Public names: `attn_res`, `attn_res_reference`, `backend_of`.
 
 import jax
 
-from pallas_kernels.attn_res.inputs import check_inputs
-from pallas_kernels.attn_res.reference import attn_res_reference, mix_plainly
-from pallas_kernels.attn_res.xla import mix_xla
+from .inputs import check_inputs
+from .reference import attn_res_reference, mix_plainly
+from .xla import mix_xla
 
 __all__ = ["attn_res", "attn_res_reference", "backend_of"]
 
 _MIXES = {"reference": mix_plainly, "xla": mix_xla}
 _BACKENDS = ("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu")
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
 def attn_res(
@@ -86,9 +87,12 @@ def backend_of(
 ) -> str:
     """The backend that `attn_res` would run for these arguments (arrays or `jax.ShapeDtypeStruct`), without running it.
 
-    Raises what `attn_res` would raise. The answer is the same on every platform.
+    platform names another machine ("cpu", "gpu", "tpu"), None this one; the answer is the same on all of them. Raises
+    what `attn_res` would raise, and ValueError for an unknown platform.
     """
-    del return_lse, platform
+    del return_lse
+    if platform not in (None, *_PLATFORMS):
+        raise ValueError(f"platform={platform!r}; allowed are None, {', '.join(map(repr, _PLATFORMS))}")
     check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
     return _choose(backend)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attn_res.inputs import Inputs, check_inputs
+from .inputs import Inputs, check_inputs
 
 
 def attn_res_reference(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from pallas_kernels.attn_res.inputs import Inputs
+from .inputs import Inputs
 
 
 def mix_xla(inputs: Inputs, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:

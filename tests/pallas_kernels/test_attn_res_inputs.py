@@ -1,0 +1,101 @@
+"""Bad input to attn_res is refused by name before anything is traced, and the dispatch says what it would run."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attn_res import attn_res, attn_res_reference, backend_of
+
+GOOD = jnp.ones((3, 2, 8))
+Q = jnp.ones(8)
+
+
+class Bad(NamedTuple):
+    name: str
+    args: tuple
+    says: str  # the argument, what was given and what is allowed
+    kwargs: dict = {}
+
+
+BAD = [
+    Bad("no_sources", ([], Q), r"sources is empty.*at least one"),
+    Bad("shapes", ([GOOD[0], jnp.ones((2, 7))], Q), r"sources\[1\] is float32\[2, 7\].*float32\[2, 8\].*one shape"),
+    Bad("dtypes", ([GOOD[0], GOOD[1].astype(jnp.bfloat16)], Q), r"sources\[1\] is bfloat16.*one dtype"),
+    Bad("integers", ([jnp.ones((2, 8), int)], Q), r"sources\[0\] has dtype int32.*floating"),
+    Bad("scalars", ([jnp.float32(1)], Q), r"sources are scalars.*\[\.\.\., D\]"),
+    Bad("one_vector", (jnp.ones(8), Q), r"sources is a buffer of shape \(8,\).*N >= 1"),
+    Bad("empty_buffer", (jnp.ones((0, 2, 8)), Q), r"sources is a buffer of shape \(0, 2, 8\).*N >= 1"),
+    Bad("no_channels", (jnp.ones((3, 0)), jnp.ones(0)), r"D=0"),
+    Bad("query_length", (GOOD, jnp.ones(7)), r"query has shape \(7,\).*D=8.*\(8,\)"),
+    Bad("query_rank", (GOOD, jnp.ones((1, 8))), r"query has shape \(1, 8\).*\(8,\)"),
+    Bad("query_dtype", (GOOD, jnp.ones(8, int)), r"query has dtype int32.*floating"),
+    Bad("key_scale", (GOOD, Q, jnp.ones(3)), r"key_scale has shape \(3,\).*\(8,\)"),
+    Bad("output_scale", (GOOD, Q), r"output_scale has shape \(\).*\(8,\)", {"output_scale": 1.0}),
+    Bad("count_zero", (GOOD, Q), r"count=0.*3 rows.*from 1 to 3", {"count": 0}),
+    Bad("count_beyond", (GOOD, Q), r"count=4.*3 rows.*from 1 to 3", {"count": 4}),
+    Bad("count_concrete_array", (GOOD, Q), r"count=4.*from 1 to 3", {"count": jnp.int32(4)}),
+    Bad("count_float", (GOOD, Q), r"count=2\.0.*integer", {"count": 2.0}),
+    Bad("count_vector", (GOOD, Q), r"count=.*integer scalar", {"count": np.array([1, 2])}),
+    Bad("count_sequence", (list(GOOD), Q), r"count=2 was given with a sequence of 3", {"count": 2}),
+    Bad("eps_negative", (GOOD, Q), r"eps=-1.*>= 0", {"eps": -1.0}),
+    Bad("eps_nan", (GOOD, Q), r"eps=nan.*finite", {"eps": float("nan")}),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda b: b.name)
+@pytest.mark.parametrize("entry", [attn_res, attn_res_reference, backend_of], ids=lambda f: f.__name__)
+def test_bad_input(entry, bad):
+    with pytest.raises(ValueError, match=bad.says):
+        entry(*bad.args, **bad.kwargs)
+
+
+@pytest.mark.parametrize("bad", BAD[:4], ids=lambda b: b.name)
+def test_bad_input_under_jit(bad):
+    with pytest.raises(ValueError, match=bad.says):
+        jax.jit(attn_res)(*bad.args)
+
+
+@pytest.mark.parametrize("count", [jnp.ones(2, int), 1.5], ids=["vector", "float"])
+def test_bad_traced_count(count):
+    with pytest.raises(ValueError, match=r"count is .*integer scalar"):
+        jax.jit(lambda count: attn_res(GOOD, Q, count=count))(count)
+
+
+def test_traced_eps_is_refused():
+    with pytest.raises(ValueError, match=r"eps=.*concrete"):
+        jax.jit(lambda eps: attn_res(GOOD, Q, eps=eps))(1e-6)
+
+
+@pytest.mark.parametrize("entry", [attn_res, backend_of], ids=lambda f: f.__name__)
+def test_unknown_backend(entry):
+    with pytest.raises(ValueError, match=r"backend='triton'.*'auto', 'reference', 'xla', 'mosaic_tpu', 'mosaic_gpu'"):
+        entry(GOOD, Q, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
+@pytest.mark.parametrize("entry", [attn_res, backend_of], ids=lambda f: f.__name__)
+def test_backend_without_a_kernel_names_what_serves(entry, backend):
+    with pytest.raises(NotImplementedError, match=rf"{backend}.*backend='xla'"):
+        entry(GOOD, Q, backend=backend)
+
+
+@pytest.mark.parametrize("asked, runs", [("auto", "xla"), ("xla", "xla"), ("reference", "reference")])
+def test_backend_of(asked, runs):
+    abstract = jax.ShapeDtypeStruct((3, 2, 8), jnp.bfloat16)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    assert backend_of(abstract, Q, count=count, return_lse=True, backend=asked, platform="tpu") == runs
+
+
+def test_unknown_platform():
+    with pytest.raises(ValueError, match=r"platform='abacus'.*'cpu', 'gpu'"):
+        backend_of(GOOD, Q, platform="abacus")
+
+
+def test_every_welcome_form_of_input():
+    """numpy arrays, lists of tracers and integer-like counts are all welcome."""
+    want = attn_res_reference(GOOD[:2], Q)
+    np.testing.assert_allclose(attn_res(np.asarray(GOOD), np.asarray(Q), count=np.int64(2)), want, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda a, b: attn_res((a, b), Q))(*GOOD[:2]), want, rtol=1e-6)
