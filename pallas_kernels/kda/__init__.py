@@ -13,6 +13,7 @@ import numpy as np
 from .check import BACKENDS, check_activations, check_kda, check_step, scale_of
 from .chunked import chunked_kda
 from .gates import bounded_gate, gate_parameters, softplus_gate
+from .mesh import place_alike
 from .reference import compute_dtype, scan_tokens
 from .step import step_token
 
@@ -210,6 +211,10 @@ def kda_step(
     check_activations(gate, A_log, dt_bias, lower_bound, g, None if slots is None else slots >= 0)
     _choose(backend)
     A_log, dt_bias = gate_parameters(g, A_log, dt_bias) if gate != "log" else (None, None)
+    q, k, v, g, beta, state, slots, A_log, dt_bias = place_alike(
+        (q, k, v, g, beta, state, slots, A_log, dt_bias),
+        ("BHK", "BHK", "BHV", "BHK", "BH", "BHKV" if slots is None else "PHKV", "B", "H", "HK"),
+    )
     activations = (gate, A_log, dt_bias, lower_bound, qk_l2norm, beta_sigmoid)
     return KDAResult(
         *step_token(q, k, v, g, beta, state, scale=scale_of(scale, q.shape[-1]), slots=slots, activations=activations)
@@ -268,6 +273,10 @@ def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, a
         dtype = compute_dtype(q, k, v, g, beta, initial_state)
         state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
         return KDAResult(jnp.zeros_like(v), state)
+    q, k, v, g, beta, initial_state, segment_ids, A_log, dt_bias = place_alike(
+        (q, k, v, g, beta, initial_state, segment_ids, A_log, dt_bias),
+        ("BTHK", "BTHK", "BTHV", "BTHK", "BTH", "BHKV" if num_segments is None else "BSHKV", "BT", "H", "HK"),
+    )
     options = {} if run is scan_tokens else {"chunk_size": chunk_size}
     out, state = run(
         q, k, v, g, beta, scale=scale_of(scale, K), initial_state=initial_state, segment_ids=segment_ids,

@@ -41,7 +41,8 @@ import jax.numpy as jnp
 from .decay import decay_exponents, decay_exponents_vjp, matmul, pair_products, pair_products_vjp, unit_lower_inverse
 from .gates import activate_gate, activate_gate_vjp
 from .layout import Layout, count_chunks, fetch, plan, put_back
-from .reference import compute_dtype, normalise
+from .mesh import same_axes, vary, varying
+from .reference import compute_dtype, normalise, repeat_heads
 
 __all__ = ["chunked_kda"]
 
@@ -95,7 +96,7 @@ def chunked_kda(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segm
     )  # fmt: skip
     if initial_state is not None and num_segments is None:
         initial_state = initial_state[:, None]
-    inputs = _same_axes(Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state))
+    inputs = same_axes(Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state))
     out, state = _chunked(settings, inputs, segment_ids)
     return out, state if num_segments else state[:, 0]
 
@@ -150,7 +151,7 @@ def _chunked_bwd(settings, saved, cotangents):
 
     dtype = first_pool.dtype
     dA_log, ddt_bias = (None if x is None else jnp.zeros_like(x, dtype) for x in (inputs.A_log, inputs.dt_bias))
-    carry = jax.tree.map(lambda x: _vary(x, _varying(inputs.g)), (dstate.astype(dtype), dA_log, ddt_bias))
+    carry = jax.tree.map(lambda x: vary(x, varying(inputs.g)), (dstate.astype(dtype), dA_log, ddt_bias))
     (dpool, dA_log, ddt_bias), d = _scan_groups(group, carry, groups, reverse=True)
     dq, dk, dv, dg, dbeta = (put_back(_join(x), layout, T) for x in d)
     rest = ((dA_log, inputs.A_log), (ddt_bias, inputs.dt_bias), (dpool, inputs.initial_state))
@@ -177,7 +178,7 @@ def _initial_pool(settings, inputs):
         return inputs.initial_state.astype(dtype)
     # Zeros like an outer product, so that they are placed on a mesh as g and v are; compiled, no product is left.
     zeros = jnp.zeros_like(inputs.g[:, 0, :, :, None] * inputs.v[:, 0, :, None, :], dtype)
-    zeros = _vary(zeros, _varying(inputs.g))
+    zeros = vary(zeros, varying(inputs.g))
     return jnp.repeat(zeros[:, None], settings.num_segments or 1, axis=1)
 
 
@@ -260,7 +261,7 @@ def _prepare(settings, inputs, layout: Layout, n) -> Prepared:
     g = jnp.where(starts, forget, jnp.where(valid, jnp.maximum(g, forget), 0))
     beta = jnp.where(valid, beta, 0)
     group = v.shape[2] // q.shape[2]
-    q, k = (jnp.repeat(x, group, axis=2) if group > 1 else x for x in (q, k))
+    q, k = (repeat_heads(x, group, axis=2) for x in (q, k))
     return Prepared(settings.scale * q, k, v, g, beta)
 
 
@@ -416,24 +417,3 @@ def _chunk_terms_vjp(settings, p: Prepared, c: Terms, starts, residuals, do, dpo
     dg = decay_exponents_vjp(dlevels, dprefix, dk_out * k_out, dtotal)
     # Fused into one kernel with the activations' backward, the sums above run at a fraction of a GPU's bandwidth.
     return dpool, jax.lax.optimization_barrier(Prepared(dq, dk, p.beta * Y, dg, dbeta))
-
-
-# --- Meshes ------------------------------------------------------------------------------------------------------
-
-
-def _same_axes(inputs):
-    """Inside shard_map: every array varying over the axes that any of them varies over.
-
-    The transpose of this cast is the sum over the mesh that a replicated A_log or initial state needs.
-    """
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(inputs)))
-    return jax.tree.map(lambda x: _vary(x, axes), inputs)
-
-
-def _varying(x):
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _vary(x, axes):
-    missing = tuple(axes - _varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x

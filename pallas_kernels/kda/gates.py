@@ -79,7 +79,7 @@ def activate_gate_vjp(x, A_log, dt_bias, lower_bound: float | None, dg) -> tuple
     y, a, dtype = _scaled_logits(x, A_log, dt_bias)
     dg = dg.astype(dtype)
     if lower_bound is None:
-        dx = dg * (-a * jnp.where(y > 20, 1.0, jax.nn.sigmoid(y)))
+        dx = dg * (-a * jax.nn.sigmoid(y))
         dA = jnp.where(dg == 0, 0.0, dg * (-a * _softplus(y)))
     else:
         z = a * y
@@ -123,7 +123,7 @@ def _scaled_logits(x, A_log, dt_bias):
     """y = x + dt_bias and the finite rate exp(A_log), in float32 or float64."""
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, A_log.dtype), jnp.float32)
     y = x.astype(dtype) + dt_bias.astype(dtype)
-    a = jnp.minimum(jnp.exp(A_log.astype(dtype)), jnp.finfo(dtype).max)
+    a = jnp.minimum(jnp.exp(A_log.astype(dtype)), 1e-6 * jnp.finfo(dtype).max)  # finite, also times a cotangent
     return y, a, dtype
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .gates import activate_gate
 
-__all__ = ["beta_of", "compute_dtype", "gate_of", "normalise", "scan_tokens", "unpack_segments"]
+__all__ = ["beta_of", "compute_dtype", "gate_of", "normalise", "repeat_heads", "scan_tokens", "unpack_segments"]
 
 
 def compute_dtype(*arrays) -> jnp.dtype:
@@ -31,6 +31,17 @@ def gate_of(g, gate, A_log, dt_bias, lower_bound) -> jax.Array:
 
 def beta_of(beta, beta_sigmoid) -> jax.Array:
     return jax.nn.sigmoid(beta) if beta_sigmoid else beta
+
+
+def repeat_heads(x: jax.Array, times: int, axis: int) -> jax.Array:
+    """Every head `times` times in a row along axis: value head j reads q/k head j // times.
+
+    jnp.repeat, written so that a head axis sharded over an Explicit mesh stays sharded.
+    """
+    if times == 1:
+        return x
+    shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+    return jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def unpack_segments(segment_ids, num_segments):
@@ -75,7 +86,7 @@ def scan_tokens(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segm
         q, k = normalise(q), normalise(k)
     g = gate_of(g, gate, A_log, dt_bias, lower_bound)
     beta = beta_of(beta, beta_sigmoid)
-    q, k = (jnp.repeat(x, HV // H, axis=2) for x in (q, k))
+    q, k = (repeat_heads(x, HV // H, axis=2) for x in (q, k))
 
     S = num_segments or 1
     zeros = jnp.zeros((B, S, HV, K, V), dtype)

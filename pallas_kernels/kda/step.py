@@ -1,8 +1,10 @@
 """One token of KDA against a stored state: what decoding runs, in plain XLA."""
 
+import jax
 import jax.numpy as jnp
 
-from .reference import beta_of, compute_dtype, gate_of, normalise
+from .mesh import row_sharding
+from .reference import beta_of, compute_dtype, gate_of, normalise, repeat_heads
 
 __all__ = ["step_token"]
 
@@ -21,7 +23,7 @@ def step_token(q, k, v, g, beta, state, *, scale, slots, activations):
     else:  # an index of -1 would wrap to the last slot, so padding is pointed past the end, where scatters drop
         live = (slots >= 0) & (slots < state.shape[0])
         slots = jnp.where(live, slots, state.shape[0])
-        read = state.at[slots].get(mode="fill", fill_value=0)
+        read = state.at[slots].get(mode="fill", fill_value=0, out_sharding=row_sharding(slots, state))
 
     def clean(x):  # a padded row may hold anything
         return jnp.where(live.reshape(rows, *[1] * (x.ndim - 1)), x, 0).astype(dtype)
@@ -31,7 +33,7 @@ def step_token(q, k, v, g, beta, state, *, scale, slots, activations):
         q, k = normalise(q), normalise(k)
     g = gate_of(g, gate, A_log, dt_bias, lower_bound)
     beta = beta_of(beta, beta_sigmoid)
-    q, k = (jnp.repeat(x, group, axis=1) if group > 1 else x for x in (q, k))
+    q, k = (repeat_heads(x, group, axis=1) for x in (q, k))
 
     new = read.astype(dtype) * jnp.exp(g)[..., None]
     residual = v - jnp.einsum("bhkv,bhk->bhv", new, k, precision="highest")
@@ -39,5 +41,7 @@ def step_token(q, k, v, g, beta, state, *, scale, slots, activations):
     out = jnp.einsum("bhkv,bhk->bhv", new, scale * q, precision="highest")
     out = jnp.where(live[:, None, None], out, 0)
     new = new.astype(state.dtype)
-    return out.astype(v_dtype), new if slots is None else state.at[slots].set(new, mode="drop")
-
+    if slots is None:
+        return out.astype(v_dtype), new
+    sharding = None if row_sharding(slots, state) is None else jax.typeof(state).sharding
+    return out.astype(v_dtype), state.at[slots].set(new, mode="drop", out_sharding=sharding)

@@ -1,0 +1,67 @@
+"""How the arguments of one call lie on a mesh, made alike, so that all work after is local to a device.
+
+Auto axes are the compiler's business. On Explicit axes the layout is part of an array's type: operands laid out
+differently are refused, and a hand-written backward must return every cotangent laid out as its input. Inside
+shard_map the type says over which axes an array varies, with the same two consequences.
+"""
+
+import math
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .reference import repeat_heads
+
+__all__ = ["place_alike", "row_sharding", "same_axes", "vary", "varying"]
+
+
+def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
+    """arrays (q, k, v, ...; None is passed by), sharded over batch and heads as the first of them that is.
+
+    axes names the axes of each, such as "BTHK". Touches arrays on Explicit axes alone. Every axis but B, H and P (the
+    slots of a pool) is gathered. q and k with too few heads to be split like v's are repeated to one per value head.
+    """
+    shardings = [None if x is None else jax.typeof(x).sharding for x in arrays]
+    specs = [{} if s is None else dict(zip(n, s.spec, strict=True)) for s, n in zip(shardings, axes, strict=True)]
+    mesh = next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
+    if mesh is None:
+        return arrays
+    rows, heads = (next((s[axis] for s in specs if s.get(axis) is not None), None) for axis in "BH")
+
+    def place(x, names, spec, heads):
+        layout = {"B": rows, "H": heads, "P": spec.get("P")}
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(layout.get(axis) for axis in names))))
+
+    parts = math.prod(mesh.shape[a] for a in (heads if isinstance(heads, tuple) else (heads,)) if a is not None)
+    q, k, v = arrays[:3]
+    if q.shape[-2] % parts:
+        group = v.shape[-2] // q.shape[-2]
+        q, k = (repeat_heads(place(x, axes[0], {}, None), group, axis=x.ndim - 2) for x in (q, k))
+    arrays = (q, k, *arrays[2:])
+    return tuple(None if x is None else place(x, n, s, heads) for x, n, s in zip(arrays, axes, specs, strict=True))
+
+
+def row_sharding(rows, pool):
+    """For reads of pool [P, ...] by rows [B]: the layout of [B, ...] on Explicit axes, else None."""
+    sharding = jax.typeof(pool).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding.update(spec=PartitionSpec(*jax.typeof(rows).sharding.spec, *sharding.spec[1:]))
+
+
+def same_axes(inputs):
+    """Inside shard_map: every array varying over the axes that any of them varies over.
+
+    The transpose of this cast is the sum over the mesh that a replicated A_log or initial state needs.
+    """
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(inputs)))
+    return jax.tree.map(lambda x: vary(x, axes), inputs)
+
+
+def varying(x):
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x, axes):
+    missing = tuple(axes - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
