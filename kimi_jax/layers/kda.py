@@ -1,0 +1,222 @@
+"""The KDA layer: a fixed-size memory per head, erased and written by the delta rule (KDA, sections 3 and 4; K3).
+
+    q, k, v = heads(SiLU(conv(x W)))        q and k are normalised inside the kernel
+    g       = gate(x W_fa W_fb)             log-decay, per value head and channel of k
+    beta    = sigmoid(x W_b)                writing strength, per value head
+    o       = kda(q, k, v, g, beta)
+    y       = (RMSNorm(o) * gate(x)) W_o    norm per head, gate low-rank (Kimi Linear) or full-rank (K3)
+
+Everything per head is stored head-major, so that tensor parallelism cuts heads, convolution channels, gates, A_log and
+dt_bias together; only the low-rank down-projections are whole on every shard.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kimi_jax.sharding import constrain, project
+from pallas_kernels import kda, kda_step
+
+from .norms import GatedRMSNorm
+from .padding import left_align, merge_ids, zero_padding
+from .parameters import at_least_float32, check_heads, weight
+from .short_conv import ShortConv
+
+A_RANGE = (1.0, 16.0)
+DT_RANGE, DT_FLOOR = (1e-3, 0.1), 1e-4
+
+
+class KDACache(NamedTuple):
+    """What a KDA layer remembers of a row: its size does not depend on the number of tokens."""
+
+    q_tail: jax.Array  # [B, W-1, H*K]  the last raw inputs of the convolution, oldest first
+    k_tail: jax.Array  # [B, W-1, H*K]
+    v_tail: jax.Array  # [B, W-1, HV*V]
+    state: jax.Array  # [B, HV, K, V]  float32
+
+
+class KDALayer(nnx.Module):
+    """Kimi Delta Attention.
+
+    lower_bound: None for the unbounded gate -exp(A_log) softplus(z) of Kimi Linear; a negative number (K3: -5) for the
+      gate lower_bound * sigmoid(exp(A_log) z). They are different models, not a speed switch.
+    num_value_heads: a multiple of num_heads; value head j reads q/k head j // (num_value_heads // num_heads).
+    conv_width: taps of the short convolution; 0 leaves SiLU alone (the paper's ablation).
+    gate_rank: rank of the forget gate and of the low-rank output gate; default head_v.
+    output_gate: "sigmoid", or the ablations "swish" and None (norm without gate). full_rank_gate: K3's.
+
+    Raises ValueError for sizes that do not fit together or onto the mesh in force, an unknown output_gate, or a
+    lower_bound that is not negative.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        num_heads: int,
+        num_value_heads: int | None = None,
+        head_k: int,
+        head_v: int,
+        conv_width: int = 4,
+        lower_bound: float | None = None,
+        gate_rank: int | None = None,
+        full_rank_gate: bool = False,
+        output_gate: str | None = "sigmoid",
+        norm_eps: float = 1e-5,
+        chunk_size: int = 64,
+        backend: str = "auto",
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+    ):
+        num_value_heads = num_heads if num_value_heads is None else num_value_heads
+        if num_value_heads % num_heads:
+            raise ValueError(f"num_value_heads={num_value_heads} must be a multiple of num_heads={num_heads}")
+        if lower_bound is not None and lower_bound >= 0:
+            raise ValueError(f"lower_bound must be None (unbounded gate) or negative, got {lower_bound}")
+        if conv_width < 0:
+            raise ValueError(f"conv_width must be at least 0 (no convolution), got {conv_width}")
+        check_heads(num_heads=num_heads, num_value_heads=num_value_heads)
+        self.num_heads, self.num_value_heads, self.head_k, self.head_v = num_heads, num_value_heads, head_k, head_v
+        self.conv_width, self.lower_bound = conv_width, lower_bound
+        self.chunk_size, self.backend, self.dtype = chunk_size, backend, dtype
+        qk_width, gate_width, v_width = num_heads * head_k, num_value_heads * head_k, num_value_heads * head_v
+        rank = head_v if gate_rank is None else gate_rank
+        dtypes = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+
+        def column_parallel(width):
+            return weight(rngs, (hidden, width), ("embed", "heads"), param_dtype)
+
+        def low_rank(width):
+            down = weight(rngs, (hidden, rank), ("embed", None), param_dtype)
+            return down, weight(rngs, (rank, width), (None, "heads"), param_dtype)
+
+        self.q, self.k, self.v = column_parallel(qk_width), column_parallel(qk_width), column_parallel(v_width)
+        if conv_width:
+            self.q_conv = ShortConv(qk_width, conv_width, **dtypes)
+            self.k_conv = ShortConv(qk_width, conv_width, **dtypes)
+            self.v_conv = ShortConv(v_width, conv_width, **dtypes)
+        self.f_a, self.f_b = low_rank(gate_width)
+        self.b = column_parallel(num_value_heads)
+        self.A_log = nnx.Param(_init_A_log(rngs, num_value_heads, lower_bound, param_dtype), axes=("heads",))
+        self.dt_bias = nnx.Param(_init_dt_bias(rngs, gate_width, param_dtype), axes=("heads",))
+        self.gate_form = "none" if output_gate is None else "full" if full_rank_gate else "low_rank"
+        if self.gate_form == "full":
+            self.g = column_parallel(v_width)
+        elif self.gate_form == "low_rank":
+            self.g_a, self.g_b = low_rank(v_width)
+        self.o_norm = GatedRMSNorm(head_v, eps=norm_eps, activation=output_gate, **dtypes)
+        self.o = weight(rngs, (v_width, hidden), ("heads", "embed"), param_dtype)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        segment_ids: jax.Array | None = None,
+        cache: KDACache | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, KDACache | None]:
+        """(y [B, T, hidden], the cache after these tokens, or None if none was given).
+
+        Documents in segment_ids do not see each other. At padding (a negative id, a position beyond lengths) the input
+        is ignored, y is exactly 0 and the cache is left alone. Padding between two tokens of one document is read as
+        zeros by the convolution (with a cache: skipped). With a cache, segment_ids may only mark padding.
+        """
+        if cache is None:
+            return self._mix(x_BTD, merge_ids(x_BTD, segment_ids, lengths), None)
+        x_BTD, lengths, restore = left_align(x_BTD, segment_ids, lengths)
+        y_BTD, cache = self._mix(x_BTD, merge_ids(x_BTD, None, lengths), cache)
+        return restore(y_BTD), cache
+
+    def init_cache(self, batch: int) -> KDACache:
+        """The cache before the first token."""
+        before = max(self.conv_width - 1, 0)
+        qk_tail = jnp.zeros((batch, before, self.num_heads * self.head_k), self.dtype)
+        v_tail = jnp.zeros((batch, before, self.num_value_heads * self.head_v), self.dtype)
+        state = jnp.zeros((batch, self.num_value_heads, self.head_k, self.head_v), at_least_float32(self.dtype))
+        return KDACache(
+            q_tail=constrain(qk_tail, "batch", None, "heads"),
+            k_tail=constrain(qk_tail, "batch", None, "heads"),
+            v_tail=constrain(v_tail, "batch", None, "heads"),
+            state=constrain(state, "batch", "heads", None, None),
+        )
+
+    def _mix(self, x_BTD, ids, cache):
+        x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
+        heads = ("batch", None, "heads")
+        q, q_tail = self._convolve("q", project(x_BTD, self.q, heads), ids, cache)
+        k, k_tail = self._convolve("k", project(x_BTD, self.k, heads), ids, cache)
+        v, v_tail = self._convolve("v", project(x_BTD, self.v, heads), ids, cache)
+        q_BTHK, k_BTHK = _split(q, self.num_heads), _split(k, self.num_heads)
+        v_BTHV = _split(v, self.num_value_heads)
+        g_BTHK = _split(self._low_rank(x_BTD, self.f_a, self.f_b), self.num_value_heads)
+        beta_BTH = project(x_BTD, self.b, heads)
+
+        o_BTHV, state = self._recur(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, ids, cache)
+
+        o_BTHV = self.o_norm(o_BTHV, self._output_gate(x_BTD))
+        B, T, HV, V = o_BTHV.shape
+        y_BTD = project(o_BTHV.reshape(B, T, HV * V), self.o, ("batch", None, None))
+        return y_BTD, None if cache is None else KDACache(q_tail, k_tail, v_tail, state)
+
+    def _convolve(self, name, x, ids, cache):
+        tail = None if cache is None else getattr(cache, f"{name}_tail")
+        if not self.conv_width:
+            return jax.nn.silu(x), tail
+        return getattr(self, f"{name}_conv")(x, segment_ids=ids, tail=tail)
+
+    def _low_rank(self, x_BTD, down, up):
+        return project(project(x_BTD, down, ("batch", None, None)), up, ("batch", None, "heads"))
+
+    def _output_gate(self, x_BTD):
+        if self.gate_form == "none":
+            return None
+        if self.gate_form == "full":
+            return _split(project(x_BTD, self.g, ("batch", None, "heads")), self.num_value_heads)
+        return _split(self._low_rank(x_BTD, self.g_a, self.g_b), self.num_value_heads)
+
+    def _recur(self, q, k, v, g, beta, ids, cache):
+        """Output [B, T, HV, V] and, with a cache, the new state. Gate and beta are raw logits, q and k unnormalised."""
+        options = dict(
+            gate="softplus" if self.lower_bound is None else "bounded",
+            A_log=self.A_log[...],
+            dt_bias=self.dt_bias[...],
+            lower_bound=self.lower_bound,
+            qk_l2norm=True,
+            beta_sigmoid=True,
+            backend=self.backend,
+        )
+        if cache is None:
+            return kda(q, k, v, g, beta, segment_ids=ids, chunk_size=self.chunk_size, **options)
+        if q.shape[1] > 1:
+            options |= dict(segment_ids=ids, chunk_size=self.chunk_size)
+            return kda(q, k, v, g, beta, initial_state=cache.state, **options)
+        o, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **options)
+        if ids is not None:
+            valid = (ids[:, 0] >= 0)[:, None, None]
+            o, state = jnp.where(valid, o, 0), jnp.where(valid[..., None], state, cache.state)
+        return o[:, None], state
+
+
+def _split(x, num_heads):
+    B, T, width = x.shape
+    return x.reshape(B, T, num_heads, width // num_heads)
+
+
+def _init_A_log(rngs, num_value_heads, lower_bound, param_dtype):
+    """log U(1, 16) for the unbounded gate, 0 for the bounded one (K3). Never below float32."""
+    dtype = at_least_float32(param_dtype)
+    if lower_bound is not None:
+        return jnp.zeros(num_value_heads, dtype)
+    low, high = A_RANGE
+    return jnp.log(jax.random.uniform(rngs.params(), (num_value_heads,), minval=low, maxval=high)).astype(dtype)
+
+
+def _init_dt_bias(rngs, size, param_dtype):
+    """softplus^-1 of a time step dt drawn log-uniformly from [1e-3, 0.1], so that at x = 0 a softplus gate is -A dt."""
+    low, high = (math.log(dt) for dt in DT_RANGE)
+    dt = jnp.exp(jax.random.uniform(rngs.params(), (size,), minval=low, maxval=high))
+    dt = jnp.maximum(dt, DT_FLOOR)
+    return (dt + jnp.log(-jnp.expm1(-dt))).astype(at_least_float32(param_dtype))

@@ -1,0 +1,193 @@
+"""Multi-head latent attention without positions (NoPE MLA): the full-attention layers of both models (KDA 4; K3).
+
+Keys and values are expanded from one small latent per token, which is all that a cache keeps. The slice of the key that
+other models rotate ("rope") is shared by all heads and is never rotated here: order comes from the KDA layers.
+
+    q       = x W_q, or RMSNorm(x W_qa) W_qb                [N, nope + rope]
+    latent  = RMSNorm(x W_kva[:, :kv_lora])                 [kv_lora]
+    key     = (latent W_kvb per head, x W_kva[:, kv_lora:]) [N, nope + rope]
+    y       = (softmax(q key^T (nope + rope)^-0.5) value, optionally times sigmoid(x W_g)) W_o
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kimi_jax.sharding import constrain, project
+
+from .norms import RMSNorm
+from .padding import is_concrete, left_align, merge_ids, zero_padding
+from .parameters import check_heads, weight
+
+
+class MLACache(NamedTuple):
+    """The latents of the tokens so far; slots at and beyond `length` are unused."""
+
+    latent: jax.Array  # [B, L, kv_lora]  after its norm
+    k_rope: jax.Array  # [B, L, rope]  the key slice that all heads share
+    length: jax.Array  # [B] int32
+
+
+class MLA(nnx.Module):
+    """NoPE multi-head latent attention, causal.
+
+    q_lora_rank: None for a direct query projection (Kimi Linear), else through a normed bottleneck (K3).
+    inner_norm_eps: of the norms of latent and query bottleneck; the released models use 1e-6 there whatever their other
+      norms have. output_gate: a full-rank sigmoid gate on the heads' outputs (K3).
+
+    Raises ValueError if the mesh in force does not divide the heads.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        num_heads: int,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int,
+        qk_nope_dim: int,
+        qk_rope_dim: int,
+        v_dim: int,
+        inner_norm_eps: float = 1e-6,
+        output_gate: bool = False,
+        rngs: nnx.Rngs,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+    ):
+        check_heads(num_heads=num_heads)
+        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
+        self.qk_nope_dim, self.qk_rope_dim, self.v_dim = qk_nope_dim, qk_rope_dim, v_dim
+        self.q_lora_rank, self.output_gate, self.dtype = q_lora_rank, output_gate, dtype
+        q_width = num_heads * (qk_nope_dim + qk_rope_dim)
+
+        def new(shape, *axes):
+            return weight(rngs, shape, axes, param_dtype)
+
+        def norm(dim):
+            return RMSNorm(dim, eps=inner_norm_eps, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+
+        if q_lora_rank is None:
+            self.q = new((hidden, q_width), "embed", "heads")
+        else:
+            self.q_a = new((hidden, q_lora_rank), "embed", None)
+            self.q_norm = norm(q_lora_rank)
+            self.q_b = new((q_lora_rank, q_width), None, "heads")
+        self.kv_a = new((hidden, kv_lora_rank + qk_rope_dim), "embed", None)
+        self.kv_norm = norm(kv_lora_rank)
+        # Columns per head: nope key, then value.
+        self.kv_b = new((kv_lora_rank, num_heads * (qk_nope_dim + v_dim)), None, "heads")
+        if output_gate:
+            self.g = new((hidden, num_heads * v_dim), "embed", "heads")
+        self.o = new((num_heads * v_dim, hidden), "heads", "embed")
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        segment_ids: jax.Array | None = None,
+        cache: MLACache | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, MLACache | None]:
+        """(y [B, T, hidden], the cache with these tokens appended, or None if none was given).
+
+        Documents in segment_ids do not see each other. At padding (a negative id, a position beyond lengths) the input
+        is ignored, y and gradients are exactly 0 and nothing is appended. With a cache, segment_ids may only mark
+        padding. A row that outgrows its cache is a ValueError when its length is concrete, NaN in y when it is traced.
+        A cached call expands the keys and values of all L slots.
+        """
+        if cache is None:
+            return self._attend_self(x_BTD, merge_ids(x_BTD, segment_ids, lengths)), None
+        x_BTD, lengths, restore = left_align(x_BTD, segment_ids, lengths)
+        y_BTD, cache = self._attend_cache(x_BTD, merge_ids(x_BTD, None, lengths), cache)
+        return restore(y_BTD), cache
+
+    def init_cache(self, batch: int, max_len: int) -> MLACache:
+        """An empty cache with room for max_len tokens per row."""
+        latent = jnp.zeros((batch, max_len, self.kv_lora_rank), self.dtype)
+        k_rope = jnp.zeros((batch, max_len, self.qk_rope_dim), self.dtype)
+        return MLACache(
+            latent=constrain(latent, "batch", None, None),
+            k_rope=constrain(k_rope, "batch", None, None),
+            length=constrain(jnp.zeros(batch, jnp.int32), "batch"),
+        )
+
+    def _attend_self(self, x_BTD, ids):
+        x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
+        T = x_BTD.shape[1]
+        mask_BTS = jnp.tril(jnp.ones((1, T, T), bool))
+        if ids is not None:
+            mask_BTS = mask_BTS & (ids[:, :, None] == ids[:, None, :])
+        o = self._attend(self._queries(x_BTD), *self._latents(x_BTD), mask_BTS)
+        return self._output(x_BTD, o, ids)
+
+    def _attend_cache(self, x_BTD, ids, cache):
+        x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
+        B, T, _ = x_BTD.shape
+        L = cache.latent.shape[1]
+        position_BT = cache.length[:, None] + jnp.arange(T)
+        slot_BT = position_BT if ids is None else jnp.where(ids >= 0, position_BT, L)
+        added = jnp.full(B, T, jnp.int32) if ids is None else (ids >= 0).sum(axis=1, dtype=jnp.int32)
+        length = cache.length + added
+        if is_concrete(length) and L < (longest := int(length.max(initial=0))):
+            raise ValueError(f"the cache has room for {L} tokens per row, its longest row would have {longest}")
+
+        def append(slots_BLX, new_BTX):
+            write = jax.vmap(lambda row, slot, new: row.at[slot].set(new.astype(row.dtype), mode="drop"))
+            return write(slots_BLX, slot_BT, new_BTX)
+
+        latent_new, k_rope_new = self._latents(x_BTD)
+        cache = MLACache(append(cache.latent, latent_new), append(cache.k_rope, k_rope_new), length)
+        mask_BTS = jnp.arange(L) <= position_BT[..., None]
+        o = self._attend(self._queries(x_BTD), cache.latent, cache.k_rope, mask_BTS)
+        y_BTD = self._output(x_BTD, o, ids)
+        return jnp.where((length > L)[:, None, None], jnp.nan, y_BTD), cache
+
+    def _queries(self, x_BTD):
+        if self.q_lora_rank is None:
+            q = project(x_BTD, self.q, ("batch", None, "heads"))
+        else:
+            low = self.q_norm(project(x_BTD, self.q_a, ("batch", None, None)))
+            q = project(low, self.q_b, ("batch", None, "heads"))
+        return q.reshape(*q.shape[:2], self.num_heads, self.qk_nope_dim + self.qk_rope_dim)
+
+    def _latents(self, x_BTD):
+        both = project(x_BTD, self.kv_a, ("batch", None, None))
+        return self.kv_norm(both[..., : self.kv_lora_rank]), both[..., self.kv_lora_rank :]
+
+    def _attend(self, q_BTNH, latent_BSC, k_rope_BSR, mask_BTS):
+        """Softmax attention of the queries over the keys and values expanded from S latents -> [B, T, N, v]."""
+        B, S, _ = latent_BSC.shape
+        kv = project(latent_BSC.astype(self.dtype), self.kv_b, ("batch", None, "heads"))
+        kv = kv.reshape(B, S, self.num_heads, self.qk_nope_dim + self.v_dim)
+        k_nope, v_BSNV = kv[..., : self.qk_nope_dim], kv[..., self.qk_nope_dim :]
+        k_rope = jnp.broadcast_to(k_rope_BSR.astype(self.dtype)[:, :, None], (B, S, self.num_heads, self.qk_rope_dim))
+        k_rope = constrain(k_rope, "batch", None, "heads", None)
+        k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
+        return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=(self.qk_nope_dim + self.qk_rope_dim) ** -0.5)
+
+    def _output(self, x_BTD, o_BTNV, ids):
+        # A row without any visible key averages over all of them: its output is dropped here.
+        B, T, N, V = o_BTNV.shape
+        o = zero_padding(o_BTNV.reshape(B, T, N * V), ids)
+        if self.output_gate:
+            o = o * jax.nn.sigmoid(project(x_BTD, self.g, ("batch", None, "heads")))
+        return project(o, self.o, ("batch", None, None))
+
+
+def attention(q_BTNH: jax.Array, k_BSNH: jax.Array, v_BSNV: jax.Array, mask_BTS: jax.Array, scale: float) -> jax.Array:
+    """Softmax attention where mask (bool [B or 1, T, S]) is True -> [B, T, N, V]; the softmax is at least float32."""
+    if q_BTNH.dtype == jnp.float64:  # jax.nn.dot_product_attention would take its softmax in float32
+        logits = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
+        weights = jax.nn.softmax(jnp.where(mask_BTS[:, None], logits, -1e300), axis=-1)
+        return jnp.einsum("BNTS,BSNV->BTNV", weights, v_BSNV)
+    # It wants keys and values of one size; zeros in the last columns change neither scores nor the values kept.
+    size, v_size = q_BTNH.shape[-1], v_BSNV.shape[-1]
+    q, k, v = (_pad_last(x, max(size, v_size)) for x in (q_BTNH, k_BSNH, v_BSNV))
+    precision = None if q.dtype == jnp.bfloat16 else "highest"
+    with jax.default_matmul_precision(precision):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None], scale=scale)[..., :v_size]
+
+
+def _pad_last(x, size):
+    return x if x.shape[-1] == size else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, size - x.shape[-1]),))
