@@ -1,0 +1,18 @@
+"""Kimi Linear and Kimi K3 style language models in JAX: KDA along the sequence, Attention Residuals along the depth."""
+
+from .cache import Cache
+from .configs import ModelConfig, get_config
+from .generate import generate
+from .model import Aux, KimiLM, lm_loss, parameter_count, update_router_biases
+
+__all__ = [
+    "Aux",
+    "Cache",
+    "KimiLM",
+    "ModelConfig",
+    "generate",
+    "get_config",
+    "lm_loss",
+    "parameter_count",
+    "update_router_biases",
+]

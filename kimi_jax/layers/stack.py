@@ -1,0 +1,260 @@
+"""A stack of layers: which of them repeat, how they run (unrolled or scanned), and what the backward pass recomputes.
+
+Layers that repeat with a period (K3: twelve layers from one bank row to the next) are stored as one group with stacked
+parameters and scanned, so that compile time does not grow with depth. Layers before and after stay as they are.
+
+remat: "none"   keep everything
+       "layer"  keep the running sum at every layer, recompute inside it
+       "dots"   as "layer", but keep the results of matrix products too
+       "block"  keep the running sum at every AttnRes block (unrolled) or scanned group, recompute inside it
+With "layer" and "block" the bank of AttnRes is kept once, not per layer: unrolled, every layer refers to the same
+arrays; scanned, the backward pass reads the final bank, of which the bank at any depth is a prefix (see
+`_scan_with_recompute`; layers after the scan keep its rows once more).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .residuals import BlockAttnRes, DepthState
+
+
+class StackCache(NamedTuple):
+    """The decode caches of a stack: one per layer before and after the groups, stacked [groups, ...] per position in
+    between."""
+
+    lead: tuple
+    groups: tuple
+    tail: tuple
+
+
+class Repetition(NamedTuple):
+    """`count` groups of `period` layers, the first of which starts at layer `lead`. count 0: nothing repeats."""
+
+    lead: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.lead + self.period * self.count
+
+
+def find_repetition(kinds: Sequence) -> Repetition:
+    """The repetition in a sequence of layer descriptions that leaves the fewest layers to compile."""
+    n = len(kinds)
+    best, best_cost = Repetition(n, 0, 0), n
+    for period in range(1, n // 2 + 1):
+        for lead in range(n - 2 * period + 1):
+            count = 1
+            while kinds[lead : lead + period] == kinds[lead + count * period : lead + (count + 1) * period]:
+                count += 1
+            cost = n - (count - 1) * period
+            if count > 1 and cost < best_cost:
+                best, best_cost = Repetition(lead, period, count), cost
+    return best
+
+
+class LayerStack(nnx.Module):
+    """Layers made by make_layer(index, rngs), called as layer(state, ids, cache, lengths) -> (state, cache, load)."""
+
+    def __init__(
+        self,
+        make_layer: Callable[[int, nnx.Rngs], nnx.Module],
+        kinds: Sequence,
+        residual: BlockAttnRes,
+        *,
+        scan: bool,
+        remat: str,
+        rngs: nnx.Rngs,
+    ):
+        n = len(kinds)
+        self.num_layers, self.residual, self.remat = n, residual, remat
+        self.repetition = rep = find_repetition(kinds) if scan else Repetition(n, 0, 0)
+        self.lead = nnx.List([make_layer(index, rngs) for index in range(rep.lead)])
+        self.group = nnx.List()  # the layers of one period, each with the parameters of all groups stacked
+        if rep.count:
+
+            @nnx.split_rngs(splits=rep.count)
+            @nnx.vmap
+            def make_groups(rngs):
+                return nnx.List([make_layer(rep.lead + offset, rngs) for offset in range(rep.period)])
+
+            self.group = make_groups(rngs)
+        self.tail = nnx.List([make_layer(index, rngs) for index in range(rep.end, n)])
+
+    def __call__(
+        self,
+        state: DepthState,
+        ids: jax.Array | None,
+        caches: StackCache | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[DepthState, StackCache | None, jax.Array | None]:
+        """(state after all layers, caches, router loads [MoE layers, E] or None)."""
+        lead, groups, tail = (None, None, None) if caches is None else caches
+        state, lead, loads = self._run(self.lead, state, ids, lead, lengths)
+        loads = [load[None] for load in loads]
+        if self.group:
+            state, groups, group_loads = self._run_groups(state, ids, groups, lengths)
+            loads += group_loads
+        state, tail, tail_loads = self._run(self.tail, state, ids, tail, lengths)
+        loads += [load[None] for load in tail_loads]
+        caches = None if caches is None else StackCache(lead, groups, tail)
+        loads = jnp.concatenate(loads) if loads else None
+        return state, caches, loads
+
+    def layer(self, index: int) -> nnx.Module:
+        """One layer by index. Of a scanned group this is a copy: writing to it changes nothing."""
+        rep = self.repetition
+        if not 0 <= index < self.num_layers:
+            raise ValueError(f"layer {index} is not allowed: 0 to {self.num_layers - 1}")
+        if index < rep.lead:
+            return self.lead[index]
+        if index >= rep.end:
+            return self.tail[index - rep.end]
+        group, offset = divmod(index - rep.lead, rep.period)
+        graphdef, params = nnx.split(self.group[offset])
+        return nnx.merge(graphdef, jax.tree.map(lambda x: x[group], params))
+
+    def init_cache(self, make_cache: Callable[[nnx.Module], object]) -> StackCache:
+        """make_cache(layer) for every layer."""
+
+        def make_stacked(layer):
+            return jax.tree.map(lambda x: jnp.stack([x] * self.repetition.count), make_cache(layer))
+
+        return StackCache(
+            lead=tuple(map(make_cache, self.lead)),
+            groups=tuple(map(make_stacked, self.group)),
+            tail=tuple(map(make_cache, self.tail)),
+        )
+
+    def _run(self, layers, state, ids, caches, lengths):
+        """Layers one after the other -> (state, caches, the loads [E] of those that have experts)."""
+        if caches is not None:  # decoding: no backward pass
+            state, caches, loads = _call_layers(layers, state, ids, caches, lengths)
+            return state, caches, loads
+        loads = []
+        for piece in self._pieces(layers, state.depth):
+            graphdefs, params = zip(*map(nnx.split, piece), strict=True)
+
+            def call(params, state, ids, graphdefs=graphdefs):
+                state, _, loads = _call_layers(_merge(graphdefs, params), state, ids)
+                return state, loads
+
+            if self.remat != "none":
+                call = jax.checkpoint(call, policy=_policy(self.remat))
+            state, piece_loads = call(params, state, ids)
+            loads += piece_loads
+        return state, None, loads
+
+    def _pieces(self, layers, depth: int) -> list[list[nnx.Module]]:
+        """The layers cut into what is recomputed together; `depth` counts the sub-layers before them."""
+        pieces = []
+        for offset, layer in enumerate(layers):
+            sublayer = depth + 2 * offset
+            opens = self.residual.opens_block(sublayer) or self.residual.opens_block(sublayer + 1)
+            if not pieces or opens or self.remat != "block":
+                pieces.append([])
+            pieces[-1].append(layer)
+        return pieces
+
+    def _run_groups(self, state, ids, caches, lengths):
+        rep, residual = self.repetition, self.residual
+        graphdefs, params = zip(*map(nnx.split, self.group), strict=True)
+        state = residual.to_buffer(state, rows=residual.bank_rows(2 * rep.end))
+        if caches is None and self.remat in ("layer", "block"):
+            pieces = [slice(0, rep.period)] if self.remat == "block" else [slice(i, i + 1) for i in range(rep.period)]
+            state, loads = _scan_with_recompute(graphdefs, pieces, params, state, ids)
+        else:
+
+            def step(state, params_and_caches):
+                params, caches = params_and_caches
+                before = state.depth
+                state, caches, loads = self._run(_merge(graphdefs, params), state, ids, caches, lengths)
+                return dataclasses.replace(state, depth=before), (caches, loads)  # the carry keeps its type
+
+            state, (caches, loads) = jax.lax.scan(step, state, (params, caches))
+        if loads:  # per position [groups, E] -> in layer order
+            loads = [jnp.stack(loads, axis=1).reshape(-1, loads[0].shape[-1])]
+        return residual.from_buffer(state, depth=2 * rep.end), caches, loads
+
+
+def _call_layers(layers, state, ids, caches=None, lengths=None):
+    new_caches, loads = [], []
+    for index, layer in enumerate(layers):
+        state, cache, load = layer(state, ids, None if caches is None else caches[index], lengths)
+        new_caches.append(cache)
+        loads += [] if load is None else [load]
+    return state, tuple(new_caches), loads
+
+
+def _merge(graphdefs, params):
+    return [nnx.merge(graphdef, layer_params) for graphdef, layer_params in zip(graphdefs, params, strict=True)]
+
+
+def _policy(remat: str):
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+
+
+def _scan_with_recompute(graphdefs, pieces, params, state, ids):
+    """Scan over groups, keeping for the backward pass the running sum before each piece and the final bank, once.
+
+    Differentiating jax.lax.scan would keep the whole bank for every group, because it is part of the carry. But the
+    bank only grows at its end, and rows that are not live yet take no part and get no gradient: so the final bank,
+    with the count of that depth, stands in for the bank before every piece.
+
+    graphdefs, params: of the layers of a group, parameters stacked over groups. pieces: slices of a group's layers that
+    are recomputed together.
+    """
+
+    def run_piece(piece, params, bank, sum_, count, ids):
+        before = DepthState(bank, sum_, count, depth=state.depth + 2 * piece.start)
+        after, _, loads = _call_layers(_merge(graphdefs[piece], params), before, ids)
+        return after.bank, after.sum, after.count, loads
+
+    def forward(params, bank, sum_, count, ids):
+        def step(carry, params):
+            kept, all_loads = [], []
+            for piece in pieces:
+                bank, sum_, count = carry
+                kept.append((sum_, count))
+                *carry, loads = run_piece(piece, params[piece], bank, sum_, count, ids)
+                all_loads += loads
+            return tuple(carry), (kept, all_loads)
+
+        (bank, sum_, count), (kept, loads) = jax.lax.scan(step, (bank, sum_, count), params)
+        return (bank, sum_, count, loads), (params, bank, kept, ids)
+
+    @jax.custom_vjp
+    def run(params, bank, sum_, count, ids):
+        return forward(params, bank, sum_, count, ids)[0]
+
+    def backward(residuals, cotangents):
+        params, final_bank, kept, ids = residuals
+        bank_bar, sum_bar, _, _ = cotangents  # loads are counts and have no gradient
+
+        def step(bars, params_and_kept):
+            params, kept = params_and_kept
+            params_bar = ()
+            for piece, (sum_, count) in zip(reversed(pieces), reversed(kept), strict=True):
+                bars, piece_bar = pull_back(piece, params, sum_, count, bars)
+                params_bar = piece_bar + params_bar
+            return bars, params_bar
+
+        def pull_back(piece, params, sum_, count, bars):
+            def call(params, bank, sum_):
+                return run_piece(piece, params, bank, sum_, count, ids)[:2]
+
+            piece_bar, *bars = jax.vjp(call, params[piece], final_bank, sum_)[1](bars)
+            return tuple(bars), piece_bar
+
+        (bank_bar, sum_bar), params_bar = jax.lax.scan(step, (bank_bar, sum_bar), (params, kept), reverse=True)
+        return params_bar, bank_bar, sum_bar, None, None
+
+    run.defvjp(forward, backward)
+    bank, sum_, count, loads = run(params, state.bank, state.sum, state.count, ids)
+    return DepthState(bank, sum_, count, state.depth), loads

@@ -1,0 +1,115 @@
+"""Presets, overrides, and the errors that name what is wrong."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+
+from kimi_jax import get_config
+from kimi_jax.configs import PRESETS, ModelConfig, layer_pattern_from_one_based
+
+
+def test_every_preset_carries_its_name():
+    assert {"tiny", "kimi_linear_48b", "kimi_k3"} < set(PRESETS)
+    for name in PRESETS:
+        assert get_config(name).name == name
+
+
+def test_published_layer_patterns():
+    linear = get_config("kimi_linear_48b")
+    assert [i for i, kind in enumerate(linear.layer_kinds) if kind == "mla"] == [3, 7, 11, 15, 19, 23, 26]
+    assert linear.ffn_kinds == ("dense",) + 26 * ("moe",)
+    assert linear.lower_bound is None  # the released configuration has no bound: unbounded, not some default
+    k3 = get_config("kimi_k3")
+    assert [i for i, kind in enumerate(k3.layer_kinds) if kind == "mla"] == [*range(3, 92, 4), 92]
+    assert (k3.layer_kinds.count("kda"), k3.layer_kinds.count("mla")) == (69, 24)
+    assert (k3.lower_bound, k3.block_size) == (-5.0, 24)  # 12 transformer layers
+
+
+def test_patterns_by_period():
+    kinds = {every: get_config("tiny", num_layers=4, mla_every=every).layer_kinds for every in (0, 1, 2, 4)}
+    assert kinds[0] == ("kda",) * 4
+    assert kinds[1] == ("mla",) * 4
+    assert kinds[2] == ("kda", "mla") * 2
+    assert kinds[4] == ("kda", "kda", "kda", "mla")
+
+
+def test_overrides_leave_the_preset_alone():
+    config = get_config("tiny", hidden_size=64, lower_bound=-5)
+    assert (config.hidden_size, config.lower_bound) == (64, -5)
+    assert get_config("tiny").hidden_size != 64
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 32
+
+
+class Bad(NamedTuple):
+    name: str
+    fields: dict
+    message: str
+
+
+BAD_FIELDS = [
+    Bad("odd_block", dict(block_size=3), r"block_size=3 .*1 or an even"),
+    Bad("zero_block", dict(block_size=0), r"block_size=0 .*1 or an even"),
+    Bad("heads", dict(kda_num_heads=4, kda_num_value_heads=6), r"kda_num_value_heads=6 .*multiple of kda_num_heads=4"),
+    Bad("bound", dict(lower_bound=0.5), r"lower_bound=0.5 .*None .*below 0"),
+    Bad("residual", dict(residual="mhc"), r"residual='mhc' .*standard.*full_attn_res.*block_attn_res"),
+    Bad("activation", dict(activation="gelu"), r"activation='gelu' .*swiglu.*situ"),
+    Bad("dtype", dict(dtype="float16"), r"dtype='float16' .*float32.*bfloat16.*float64"),
+    Bad("remat", dict(remat="full"), r"remat='full' .*none.*layer.*dots.*block"),
+    Bad("type", dict(num_layers="4"), r"num_layers='4' .*int"),
+    Bad("bool_is_no_int", dict(num_layers=True), r"num_layers=True .*int"),
+    Bad("int_is_no_bool", dict(scan_layers=1), r"scan_layers=1 .*bool"),
+    Bad("negative", dict(hidden_size=-1), r"hidden_size=-1 .*at least 1"),
+    Bad("top_k", dict(num_experts=4, top_k=5, expert_width=8), r"top_k=5 .*1 to num_experts=4"),
+    Bad("width", dict(num_experts=4, top_k=2), r"expert_width=0 .*at least 1"),
+    Bad("groups", dict(num_experts=4, top_k=2, expert_width=8, num_expert_groups=3), r"num_expert_groups=3 .*divisor"),
+    Bad("mla_layers", dict(mla_layers=(1, 4)), r"mla_layers=\(1, 4\) .*below num_layers=4"),
+    Bad("mla_order", dict(mla_layers=(2, 1)), r"mla_layers=\(2, 1\) .*rising"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_FIELDS, ids=lambda b: b.name)
+def test_bad_fields_raise(bad):
+    with pytest.raises(ValueError, match=bad.message):
+        get_config("tiny", **bad.fields)
+
+
+def test_unknown_names_list_what_exists():
+    with pytest.raises(ValueError, match="unknown preset 'kimi_k4'.*did you mean 'kimi_k3'.*kimi_linear_48b.*tiny"):
+        get_config("kimi_k4")
+    with pytest.raises(ValueError, match="unknown field 'hidden'.*hidden_size.*vocab_size|unknown field 'hidden'"):
+        get_config("tiny", hidden=3)
+    fields = [field.name for field in dataclasses.fields(ModelConfig)]
+    with pytest.raises(ValueError) as error:
+        get_config("tiny", nonsense=3)
+    assert all(field in str(error.value) for field in fields)
+
+
+def test_one_based_lists():
+    """Field case CK04."""
+    assert layer_pattern_from_one_based([1, 2, 3, 5, 6, 7], [4, 8], 8) == (3, 7)
+
+
+class BadList(NamedTuple):
+    name: str
+    kda: list[int]
+    full: list[int]
+    layers: int
+    message: str
+
+
+BAD_LISTS = [
+    BadList("zero", [0, 1, 2, 3], [4], 4, r"kda_layers has \[0\].*count from 1 to num_layers=4"),
+    BadList("zero_in_full", [1, 2, 3], [0, 4], 4, r"full_attn_layers has \[0\]"),
+    BadList("beyond", [1, 2, 3], [4, 5], 4, r"full_attn_layers has \[5\].*num_layers=4"),
+    BadList("overlap", [1, 2, 3, 4], [4], 4, r"\[4\] are in both kda_layers and full_attn_layers"),
+    BadList("gap", [1, 3], [4], 4, r"\[2\] are in neither"),
+    BadList("twice", [1, 2, 2, 3], [4], 4, r"kda_layers=.*twice"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_LISTS, ids=lambda b: b.name)
+def test_bad_lists_raise(bad):
+    with pytest.raises(ValueError, match=bad.message):
+        layer_pattern_from_one_based(bad.kda, bad.full, bad.layers)
