@@ -1,0 +1,91 @@
+"""Times the kernels beside what they are compared with, prints a short table, and writes all of it to results/.
+
+    python -m experiments.benchmark --suite=kda_cpu     # chunked XLA path against the token scan
+    python -m experiments.benchmark --suite=kda_gpu     # the same path in bfloat16 against fla's figures (and fla)
+    python -m experiments.benchmark --suite=attn_res    # attn_res against its plain reference
+
+The suites run on the default device, whatever it is, and say so in the file.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from experiments.benchmark_suites import SUITES, versions
+
+_SUITE = flags.DEFINE_enum("suite", None, list(SUITES), "What to measure.", required=True)
+_REPEATS = flags.DEFINE_integer(
+    "repeats", None, "Measurements to take the median of (default: the suite's).", lower_bound=1
+)
+_OUT = flags.DEFINE_string("out", None, "JSON file to write (default: results/SUITE.json).")
+
+
+def measure(suite: str, **options: Any) -> dict[str, Any]:
+    """Runs a suite of SUITES; returns its result with what one needs to repeat it: card, versions, date, command."""
+    repeats = f" --repeats={options['repeats']}" if "repeats" in options else ""
+    return {
+        "suite": suite,
+        "command": f"python -m experiments.benchmark --suite={suite}{repeats}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "card": card(),
+        "versions": {"python": platform.python_version(), **versions()},
+        **SUITES[suite](**options),
+    }
+
+
+def card() -> str:
+    """The device that jax computes on: its model, or the processor's with the number of cores."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A few lines for a person: medians, ratios beside what they should be, compile time."""
+    lines = [f"{result['suite']} on {result['card']}, {', '.join(f'{k}={v}' for k, v in result['case'].items())}"]
+    lines += [f"  {name:36}{ms['median']:12.3f} ms" for name, ms in result["ms"].items()]
+    lines += [f"  {name}: {ratio['value']:.2f}x{_aim(ratio)}" for name, ratio in result["ratios"].items()]
+    if compiled := result.get("compile"):
+        lines.append(f"  compile, forward and gradient, T={compiled['T']}: {compiled['seconds']} s{_aim(compiled)}")
+    if "forward_GB_per_s" in result:
+        lines.append(f"  xla forward: {result['forward_GB_per_s']} GB/s of sources read and mixture written")
+    return "\n".join(lines)
+
+
+def write(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the JSON file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _aim(number: Mapping[str, float]) -> str:
+    return "".join(f" ({key.replace('_', ' ')} {number[key]:g})" for key in ("at_least", "at_most") if key in number)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    # Room for PyTorch beside jax on one card, should fla take part; read when jax first touches the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
+    result = measure(_SUITE.value, **({"repeats": _REPEATS.value} if _REPEATS.value else {}))
+    write(result, Path(_OUT.value or f"results/{_SUITE.value}.json"))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    app.run(main)

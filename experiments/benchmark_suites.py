@@ -1,0 +1,285 @@
+"""What experiments.benchmark measures: each suite times a fast path beside what it is compared with.
+
+Everything that is compared runs in turns (a, b, a, b ...), so that a machine that slows down slows all of them, and
+the two results are compared first: a fast wrong answer is an error, not a time.
+"""
+
+import importlib.metadata
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import attn_res, attn_res_reference, kda, kda_reference
+
+# Of fla 0.6.0 on an H200, at the default case of kda_gpu: ms of the forward, and of forward and backward.
+FLA_FORWARD_MS, FLA_BOTH_MS = 0.976, 4.574
+
+Run = Callable[[int], None]  # makes so many calls, and returns when the device has finished them
+
+
+@dataclass(frozen=True)
+class KDACase:
+    B: int = 1
+    T: int = 8192
+    H: int = 4
+    K: int = 128
+    V: int = 128
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class AttnResCase:
+    """The shape of Kimi-Linear-48B's output mix: the embedding and nine blocks (AttnRes, section 5)."""
+
+    N: int = 10
+    T: int = 2048
+    D: int = 2304
+    dtype: str = "float32"
+
+
+def kda_cpu(repeats: int = 5, case: KDACase = KDACase(), compile_T: int = 2048) -> dict[str, Any]:
+    """The chunked XLA path against the token scan, forward and with the gradient of every input, on this device.
+
+    Also the compile time of the chunked forward and backward at [B, compile_T, H, K].
+    The scan's gradient keeps a state for every token: 9 GB at the default case.
+    """
+    fast, scan = with_initial_state(partial(kda, backend="xla")), with_initial_state(kda_reference)
+    # Before anything else is compiled: no part of it can come from a cache.
+    short = jax.eval_shape(lambda: kda_inputs(KDACase(case.B, compile_T, case.H, case.K, case.V, case.dtype)))
+    started = time.perf_counter()
+    jax.jit(with_gradient(fast)).lower(*short).compile()
+    compile_s = time.perf_counter() - started
+
+    inputs = kda_inputs(case)
+    pairs = {
+        "forward": (jax.jit(fast), jax.jit(scan)),
+        "forward and gradient": (jax.jit(with_gradient(fast)), jax.jit(with_gradient(scan))),
+    }
+    aims = {"forward": 2.0, "forward and gradient": 6.0}
+    measured = _compare(pairs, inputs, repeats, tolerance=2e-3, names=("xla", "scan"))
+    return {
+        "case": asdict(case),
+        **measured,
+        "ratios": {
+            part: {"value": _ratio(measured, f"scan {part}", f"xla {part}"), "at_least": aims[part]} for part in pairs
+        },
+        "compile": {"T": compile_T, "seconds": round(compile_s, 2), "at_most": 20.0},
+    }
+
+
+def kda_gpu(repeats: int = 20, case: KDACase = KDACase(H=32, dtype="bfloat16")) -> dict[str, Any]:
+    """The XLA path with all activations fused (bounded gate, L2 norm, sigmoid) against fla's Triton kernels.
+
+    fla runs in this process if it can be imported; its figures from an H200 stand beside it in any case.
+    """
+    arguments = raw_kda_inputs(case)
+    options = dict(gate="bounded", lower_bound=-5.0, qk_l2norm=True, beta_sigmoid=True)
+
+    def fused(function):
+        def call(q, k, v, g, beta, state, A_log, dt_bias):
+            return function(q, k, v, g, beta, initial_state=state, A_log=A_log, dt_bias=dt_bias, **options)
+
+        return call
+
+    fast = fused(partial(kda, backend="xla"))
+    run_forward, run_both = jax.jit(fast), jax.jit(with_gradient(fast))
+    error = _worst_difference(run_forward(*arguments), jax.jit(fused(kda_reference))(*arguments))
+    _check(error, 2e-2, "forward")
+    runs = {"xla forward": _jax_run(run_forward, arguments), "xla forward and gradient": _jax_run(run_both, arguments)}
+    if fla := fla_runs(arguments):
+        runs |= fla
+    measured = {"calls_per_repeat": 10, "ms": _in_turns(runs, repeats, 10), "worst_difference": {"forward": error}}
+    ratios = {}
+    for part, fla_ms in (("forward", FLA_FORWARD_MS), ("forward and gradient", FLA_BOTH_MS)):
+        aim = {"at_most": 4.0} if part == "forward and gradient" else {}
+        value = round(measured["ms"][f"xla {part}"]["median"] / fla_ms, 3)
+        ratios[f"{part}, to the {fla_ms} ms of fla 0.6.0 on an H200"] = {"value": value, **aim}
+        if fla:
+            ratios[f"{part}, to fla here"] = {"value": _ratio(measured, f"xla {part}", f"fla {part}"), **aim}
+    return {"case": asdict(case), **measured, "ratios": ratios}
+
+
+def attn_res_xla(repeats: int = 10, case: AttnResCase | None = None) -> dict[str, Any]:
+    """The XLA path of attn_res against the plain reference, forward and with all gradients, on this device."""
+    case = case or AttnResCase(dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    keys = jax.random.split(jax.random.key(0), case.N + 2)
+    sources = tuple(jax.random.normal(key, (1, case.T, case.D)).astype(case.dtype) for key in keys[2:])
+    query = jax.random.normal(keys[0], (case.D,)) * case.D**-0.5
+    inputs = (sources, query, 1 + 0.1 * jax.random.normal(keys[1], (case.D,)))
+    fast = partial(attn_res, backend="xla")
+    pairs = {
+        "forward": (jax.jit(fast), jax.jit(attn_res_reference)),
+        "forward and gradient": (jax.jit(with_gradient(fast)), jax.jit(with_gradient(attn_res_reference))),
+    }
+    tolerance = 2e-4 if case.dtype == "float32" else 2e-2
+    measured = _compare(pairs, inputs, repeats, tolerance=tolerance, names=("xla", "reference"))
+    ratios = {part: {"value": _ratio(measured, f"reference {part}", f"xla {part}")} for part in pairs}
+    # The floor of the forward: every source read once, one mixture written.
+    moved = (case.N + 1) * case.T * case.D * jnp.dtype(case.dtype).itemsize
+    speed = moved / 1e6 / measured["ms"]["xla forward"]["median"]
+    return {"case": asdict(case), **measured, "ratios": ratios, "forward_GB_per_s": round(speed, 1)}
+
+
+SUITES: dict[str, Callable[..., dict[str, Any]]] = {"kda_cpu": kda_cpu, "kda_gpu": kda_gpu, "attn_res": attn_res_xla}
+
+
+def kda_inputs(case: KDACase) -> tuple[jax.Array, ...]:
+    """q, k (of unit length), v, g, beta and initial_state; log-decays from -0.002 to -20 a step, -1 in the middle."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    q, k = (jax.random.normal(key, (B, T, H, K)) for key in keys[:2])
+    q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+    v = jax.random.normal(keys[2], (B, T, H, V))
+    g = -jnp.exp(jax.random.uniform(keys[3], (B, T, H, K), minval=-6.0, maxval=3.0))
+    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (B, T, H)))
+    state = 0.1 * jax.random.normal(keys[5], (B, H, K, V))
+    return *(x.astype(case.dtype) for x in (q, k, v)), g, beta, state
+
+
+def raw_kda_inputs(case: KDACase) -> tuple[jax.Array, ...]:
+    """q, k, v, and logits of g and beta, in the case's dtype; initial_state, A_log and dt_bias in float32."""
+    keys = jax.random.split(jax.random.key(1), 8)
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    shapes = ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H))
+    raw = (jax.random.normal(key, shape).astype(case.dtype) for key, shape in zip(keys, shapes, strict=False))
+    state = 0.1 * jax.random.normal(keys[5], (B, H, K, V))
+    return *raw, state, jax.random.uniform(keys[6], (H,), maxval=1.0), 0.1 * jax.random.normal(keys[7], (H * K,))
+
+
+def with_initial_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kda that takes initial_state as its sixth argument, so that all inputs are positional."""
+    return lambda q, k, v, g, beta, state: function(q, k, v, g, beta, initial_state=state)
+
+
+def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the same inputs that returns the outputs and, under fixed cotangents, every input's gradient."""
+
+    def both(*inputs):
+        outputs, pullback = jax.vjp(function, *inputs)
+        cotangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), outputs)
+        return outputs, pullback(cotangents)
+
+    return both
+
+
+def fla_runs(arguments: Sequence[jax.Array]) -> dict[str, Run]:
+    """The same call by fla's chunk_kda, forward and with gradient; empty where fla or its GPU is not there."""
+    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from fla.ops.kda import chunk_kda
+
+    def tensor(x):
+        t = torch.from_numpy(np.array(x, np.float32)).cuda()
+        return (t.bfloat16() if x.dtype == jnp.bfloat16 else t).requires_grad_()
+
+    *inputs, state, A_log, dt_bias = map(tensor, arguments)
+
+    def call():
+        return chunk_kda(
+            *inputs, initial_state=state, output_final_state=True, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0,
+            safe_gate=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+
+    cotangents = [torch.randn_like(x) for x in call()]
+
+    def run_forward(calls: int) -> None:
+        with torch.no_grad():
+            for _ in range(calls):
+                call()
+        torch.cuda.synchronize()
+
+    def run_both(calls: int) -> None:
+        for _ in range(calls):
+            torch.autograd.grad(call(), [*inputs, state, A_log, dt_bias], cotangents)
+        torch.cuda.synchronize()
+
+    return {"fla forward": run_forward, "fla forward and gradient": run_both}
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in a measurement, as far as it is installed."""
+    found = {}
+    for name in ("jax", "jaxlib", "torch", "triton", "flash-linear-attention", "fla-core"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _compare(
+    pairs: Mapping[str, tuple[Callable, Callable]],
+    inputs: tuple,
+    repeats: int,
+    tolerance: float,
+    names: tuple[str, str],
+) -> dict[str, Any]:
+    """Times of both functions of each pair, in turns, after their results have been compared."""
+    differences, runs = {}, {}
+    for part, functions in pairs.items():
+        differences[part] = _worst_difference(*(function(*inputs) for function in functions))
+        _check(differences[part], tolerance, part)
+        runs |= {f"{name} {part}": _jax_run(f, inputs) for name, f in zip(names, functions, strict=True)}
+    calls = 1 if jax.default_backend() == "cpu" else 10
+    return {"calls_per_repeat": calls, "ms": _in_turns(runs, repeats, calls), "worst_difference": differences}
+
+
+def _in_turns(runs: Mapping[str, Run], repeats: int, calls: int) -> dict[str, dict[str, Any]]:
+    """Milliseconds a call: for each run the median over repeats, and all of them."""
+    for run in runs.values():
+        run(1)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run(calls)
+            times[name].append(1e3 * (time.perf_counter() - started) / calls)
+    return {
+        name: {"median": round(statistics.median(all_ms), 4), "all": [round(ms, 4) for ms in all_ms]}
+        for name, all_ms in times.items()
+    }
+
+
+def _jax_run(function: Callable[..., Any], inputs: Sequence[Any]) -> Run:
+    def run(calls: int) -> None:
+        # Calls queue up on the device, so that the host's part is hidden as it is in training.
+        for _ in range(calls):
+            outputs = function(*inputs)
+        jax.block_until_ready(outputs)
+
+    return run
+
+
+def _worst_difference(results: Any, expected: Any) -> float:
+    """The largest relL2 of any output or gradient; inf if one is not finite."""
+
+    def difference(x, ref):
+        x, ref = np.asarray(x, np.float64), np.asarray(ref, np.float64)
+        if not np.isfinite(x).all():
+            return float("inf")
+        return float(np.linalg.norm(x - ref) / max(np.linalg.norm(ref), 1e-6 * np.sqrt(ref.size)))
+
+    return max(jax.tree.leaves(jax.tree.map(difference, results, expected)))
+
+
+def _check(difference: float, tolerance: float, part: str) -> None:
+    if not difference <= tolerance:
+        raise ArithmeticError(
+            f"{part}: results differ by relL2 {difference:.2g}, over {tolerance:.2g}; nothing was timed"
+        )
+
+
+def _ratio(measured: Mapping[str, Any], over: str, under: str) -> float:
+    return round(measured["ms"][over]["median"] / measured["ms"][under]["median"], 3)

@@ -1,0 +1,98 @@
+"""The benchmark at toy size: what it times, checks and writes. Its figures mean nothing here."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import benchmark, benchmark_suites
+from experiments.benchmark_suites import AttnResCase, KDACase
+
+TOY = KDACase(T=48, H=2, K=16, V=8)
+
+
+class Suite(NamedTuple):
+    name: str
+    options: dict[str, Any]
+    runs: tuple[str, ...]
+
+
+SUITES = [
+    Suite(
+        "kda_cpu",
+        dict(case=TOY, compile_T=32),
+        ("xla forward", "scan forward", "xla forward and gradient", "scan forward and gradient"),
+    ),
+    Suite(
+        "kda_gpu",
+        dict(case=KDACase(T=48, H=2, K=16, V=16, dtype="bfloat16")),
+        ("xla forward", "xla forward and gradient"),
+    ),
+    Suite(
+        "attn_res",
+        dict(case=AttnResCase(N=3, T=8, D=16)),
+        ("xla forward", "reference forward", "xla forward and gradient", "reference forward and gradient"),
+    ),
+]
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda s: s.name)
+def test_suite_measures_and_writes(suite, tmp_path):
+    result = benchmark.measure(suite.name, repeats=3, **suite.options)
+    assert set(suite.runs) <= set(result["ms"])
+    for ms in result["ms"].values():
+        assert len(ms["all"]) == 3 and min(ms["all"]) > 0 and ms["median"] == sorted(ms["all"])[1]
+    assert all(np.isfinite(ratio["value"]) and ratio["value"] > 0 for ratio in result["ratios"].values())
+    assert 0 < max(result["worst_difference"].values()) < 2e-2
+    assert result["command"] == f"python -m experiments.benchmark --suite={suite.name} --repeats=3"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"]) and result["versions"]["jax"] == jax.__version__
+    benchmark.write(result, tmp_path / "results" / "x.json")
+    assert [p.name for p in (tmp_path / "results").iterdir()] == ["x.json"]
+    assert json.loads((tmp_path / "results" / "x.json").read_text()) == result
+    shown = benchmark.table(result)
+    assert all(name in shown for name in (suite.name, result["card"], *suite.runs, *result["ratios"]))
+
+
+def test_every_suite_is_tried():
+    assert {s.name for s in SUITES} == set(benchmark_suites.SUITES)
+
+
+def test_ratio_and_aim_are_shown():
+    result = {
+        "suite": "s", "card": "c", "case": {"T": 8}, "ms": {"a": {"median": 12.0}, "b": {"median": 3.0}},
+        "ratios": {"forward": {"value": 4.0, "at_least": 2.0}}, "compile": {"T": 9, "seconds": 7.5, "at_most": 20.0},
+    }  # fmt: skip
+    shown = benchmark.table(result)
+    assert "forward: 4.00x (at least 2)" in shown and "T=9: 7.5 s (at most 20)" in shown and "12.000 ms" in shown
+    assert benchmark_suites._ratio(result, "a", "b") == 4.0
+
+
+def test_runs_take_turns():
+    order = []
+    runs = {name: lambda calls, name=name: order.append((name, calls)) for name in "ab"}
+    benchmark_suites._in_turns(runs, repeats=2, calls=5)
+    assert order == [("a", 1), ("b", 1), ("a", 5), ("b", 5), ("a", 5), ("b", 5)]
+
+
+def test_a_wrong_answer_is_not_timed(monkeypatch):
+    reference = benchmark_suites.attn_res_reference
+    monkeypatch.setattr(benchmark_suites, "attn_res_reference", lambda *inputs: 1.01 * reference(*inputs))
+    with pytest.raises(ArithmeticError, match="forward: results differ by relL2"):
+        benchmark_suites.attn_res_xla(repeats=1, case=AttnResCase(N=3, T=8, D=16))
+    assert benchmark_suites._worst_difference(jnp.array([1.0, jnp.nan]), jnp.ones(2)) == float("inf")
+
+
+def test_gradient_reaches_every_input():
+    function = benchmark_suites.with_initial_state(benchmark_suites.kda_reference)
+    _, gradients = jax.jit(benchmark_suites.with_gradient(function))(*benchmark_suites.kda_inputs(TOY))
+    assert len(gradients) == 6
+    assert all(float(jnp.abs(x).max()) > 0 for x in gradients)
+
+
+def test_gates_are_strong_and_weak():
+    g = np.asarray(benchmark_suites.kda_inputs(TOY)[3])
+    assert g.min() < -15 and g.max() > -0.01 and (g <= 0).all()
