@@ -1,0 +1,247 @@
+"""The training loop, as a function that a notebook can call: train(TrainConfig(...)) -> TrainResult."""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from tqdm import tqdm
+
+from experiments.evaluate import make_evaluate
+from experiments.input_pipeline import Batch, training_batches, validation_batches
+from experiments.metrics import MetricsWriter, read_metrics, replace_text
+from experiments.plots import plot_loss
+from experiments.run_directory import CHECKPOINTS, open_run, read_result, write_result
+from experiments.sample import sample_text
+from experiments.stopping import StopRequest
+from experiments.text import load_corpus
+from experiments.tokenization import get_tokenizer
+from experiments.train_config import TrainConfig
+from experiments.train_state import TrainState, start_training
+from experiments.trigram import trigram_bits_per_byte
+from kimi_jax.checkpoints import Checkpoints, require_same_config
+from kimi_jax.sharding import make_mesh, partition_spec
+
+
+class TrainResult(NamedTuple):
+    """How a call of `train` ended."""
+
+    workdir: Path
+    finished: bool  # False: stopped on request before the last step, and can be resumed
+    step: int
+    validation_bits_per_byte: float | None  # the rest is None or empty unless finished
+    trigram_bits_per_byte: float | None
+    sample: str
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient became NaN or infinite."""
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Run, or go on with, the run of config.workdir.
+
+    A run that was killed at any moment goes on from its last checkpoint and repeats the losses of an undisturbed run
+    bit for bit (on one kind of machine and mesh). SIGTERM and Ctrl-C end it cleanly behind the current step.
+
+    Raises:
+      ValueError: settings that do not fit together, or that differ from those the run began with.
+      TrainingDiverged: a loss or gradient that is not finite; checkpoints from before stay.
+    """
+    if config.dtype is None:
+        on_cpu = jax.default_backend() == "cpu"
+        config = dataclasses.replace(config, dtype="float32" if on_cpu else "bfloat16")
+    workdir = open_run(config)
+    if (result := read_result(workdir)) is not None:
+        tqdm.write(f"The run in {workdir} is finished; nothing to do. Without --workdir a new one is started.")
+        return TrainResult(workdir, True, **result)
+    mesh = make_mesh(sizes) if (sizes := config.mesh_sizes()) else None
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), StopRequest() as stop:
+        return _Run(config, workdir, mesh).go(stop)
+
+
+class _Run:
+    """What the parts of one call of `train` share."""
+
+    def __init__(self, config: TrainConfig, workdir: Path, mesh: jax.sharding.Mesh | None):
+        self.config, self.workdir, self.mesh = config, workdir, mesh
+        self.tokenizer = get_tokenizer(config.tokenizer)
+        self.model_config = config.model_config(vocab_size=self.tokenizer.vocab_size)
+        self.corpus = load_corpus(config.data, self.tokenizer, validation_data=config.validation_data, seed=config.seed)
+        self.validation = self.corpus.validation[: config.eval_tokens]
+        self.validation_bytes = self.tokenizer.to_bytes(self.validation)
+        self.bytes_per_token = len(self.validation_bytes) / len(self.validation)
+        self.batches = training_batches(
+            self.corpus.train, sequence_length=config.sequence_length, batch_size=config.batch_size, seed=config.seed
+        )
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=config.keep_checkpoints)
+        self.training = start_training(config, self.model_config, mesh)
+        self.evaluate = make_evaluate(self.training.graphdef, self._put)
+        # What a checkpoint must agree with to be gone on from.
+        self.identity = {
+            "model": dataclasses.asdict(self.model_config),
+            "training": config.binding(),
+            "data": {"train_sha256": hashlib.sha256(np.ascontiguousarray(self.corpus.train)).hexdigest()},
+        }
+
+    def go(self, stop: StopRequest) -> TrainResult:
+        config = self.config
+        state, first = self._restore_or_begin()
+        self._introduce(first)
+        metrics = MetricsWriter(self.workdir, from_step=first)
+        interval = 0.2 if sys.stderr.isatty() else 10  # seconds; a log file keeps every update
+        with (
+            contextlib.closing(metrics),
+            tqdm(
+                total=config.steps,
+                initial=first,
+                unit="step",
+                desc="training",
+                dynamic_ncols=True,
+                mininterval=interval,
+            ) as bar,
+        ):
+            pending = _Pending(metrics, bar, config, self.bytes_per_token, self.checkpoints)
+            for step in range(first + 1, config.steps + 1):
+                state, values = self.training.step(state, self._put(Batch(**next(self.batches))))
+                pending.flush()
+                pending.set(step, values)
+                last = step == config.steps
+                evaluates = last or (config.eval_every and step % config.eval_every == 0)
+                saves = last or stop.requested or step % config.checkpoint_every == 0
+                if evaluates or saves:
+                    pending.flush()  # so that a state that is not finite is never saved
+                    if evaluates:
+                        self._evaluate(state, step, metrics, bar)
+                    if saves:
+                        self._save(state, step)
+                    pending.restart_clock()
+                if stop.requested and not last:
+                    bar.close()
+                    print(f"Stopped after step {step} of {config.steps}. To go on: --workdir={self.workdir}")
+                    return TrainResult(self.workdir, False, step, None, None, "")
+        return self._finish(state)
+
+    def _restore_or_begin(self) -> tuple[TrainState, int]:
+        state = self.training.state
+        step = self.checkpoints.latest_step()
+        if step is None:
+            return state, 0
+        identity, position = self.checkpoints.describe(step)
+        require_same_config(identity, self.identity, where=f"the checkpoint in {self.workdir}")
+        targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _as_trees(state))
+        restored = self.checkpoints.restore(targets, step=step)
+        self.batches.set_state(position)
+        params, rest = nnx.split_state(restored["model"], nnx.Param, ...)
+        done, key = restored["training"]["step"], restored["training"]["key"]
+        return TrainState(done, key, params, rest, restored["optimizer"]), step
+
+    def _save(self, state: TrainState, step: int) -> None:
+        self.checkpoints.save(step, _as_trees(state), config=self.identity, extra=self.batches.get_state())
+
+    def _put(self, batch: Batch) -> Batch:
+        if self.mesh is None:
+            return jax.device_put(batch)
+        return jax.device_put(batch, NamedSharding(self.mesh, partition_spec(("batch", None), self.mesh)))
+
+    def _evaluate(self, state: TrainState, step: int, metrics: MetricsWriter, bar: tqdm) -> None:
+        batches = validation_batches(
+            self.validation, sequence_length=self.config.sequence_length, batch_size=self.config.batch_size
+        )
+        bits = self.evaluate(state.model(), batches, self.bytes_per_token)
+        metrics.write(step, validation_bits_per_byte=bits)
+        bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte")
+
+    def _introduce(self, first: int) -> None:
+        config, model = self.config, self.model_config
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.training.state.params))
+        kinds = f"{model.layer_kinds.count('kda')} KDA + {model.layer_kinds.count('mla')} MLA layers"
+        devices = f"{jax.default_backend()} {config.mesh or '(one device)'}"
+        print(f"{config.config}: {size:,} parameters, {kinds}, {model.residual}; {devices}, {config.dtype}")
+        print(
+            f"data {config.data}: {len(self.corpus.train):,} training and {len(self.corpus.validation):,} validation "
+            f"tokens; each step reads {config.batch_size} x {config.sequence_length}"
+        )
+        print(f"run {self.workdir}" + (f", resumed after step {first}" if first else ""), flush=True)
+
+    def _finish(self, state: TrainState) -> TrainResult:
+        name = "validation_bits_per_byte"
+        bits = [record[name] for record in read_metrics(self.workdir) if name in record][-1]
+        trigram = trigram_bits_per_byte(self.tokenizer.to_bytes(self.corpus.train), self.validation_bytes)
+        sample = self._sample(state) if self.config.sample_tokens else ""
+        replace_text(self.workdir / "sample.txt", sample)
+        plot_loss(self.workdir, bytes_per_token=self.bytes_per_token, trigram=trigram)
+        result = {
+            "step": self.config.steps,
+            name: bits,
+            "trigram_bits_per_byte": trigram,
+            "sample": sample,
+        }
+        write_result(self.workdir, result)  # last: its presence means that the run is finished
+        return TrainResult(self.workdir, True, **result)
+
+    def _sample(self, state: TrainState) -> str:
+        config = self.config
+        model = nnx.merge(self.training.graphdef, state.model())
+        seed = int(jax.random.bits(jax.random.fold_in(state.key, state.step), dtype=jnp.uint32) >> 1)
+        return sample_text(
+            model, self.tokenizer, config.prompt, config.sample_tokens, temperature=config.temperature, seed=seed
+        )
+
+
+class _Pending:
+    """The values of the step that the device still works on: looked at one step late, so that it need not wait."""
+
+    def __init__(self, metrics: MetricsWriter, bar: tqdm, config: TrainConfig, bytes_per_token: float, checkpoints):
+        self._metrics, self._bar, self._config, self._checkpoints = metrics, bar, config, checkpoints
+        self._bytes_per_token = bytes_per_token
+        self._step, self._values = 0, None
+        self.restart_clock()
+
+    def set(self, step: int, values: dict[str, jax.Array]) -> None:
+        self._step, self._values = step, values
+
+    def restart_clock(self) -> None:
+        """Leave what was done since the last flush out of the next tokens per second."""
+        self._time = time.perf_counter()
+
+    def flush(self) -> None:
+        """Write the values down, if any wait. Raises TrainingDiverged if they are not finite."""
+        if self._values is None:
+            return
+        values: dict[str, Any] = {name: float(value) for name, value in self._values.items()}
+        self._values = None
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(values[name]):
+                raise TrainingDiverged(self._complaint(name, values[name]))
+        now = time.perf_counter()
+        tokens = self._config.batch_size * self._config.sequence_length
+        values["tokens_per_second"] = round(tokens / (now - self._time), 1)
+        self._time = now
+        self._metrics.write(self._step, **values)
+        bits = values["loss"] / math.log(2) / self._bytes_per_token
+        self._bar.set_postfix_str(f"{bits:.3f} bits/byte, {values['tokens_per_second']:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def _complaint(self, name: str, value: float) -> str:
+        last = self._checkpoints.latest_step()
+        kept = "no checkpoint was written before it" if last is None else f"the last good checkpoint is of step {last}"
+        return (
+            f"step {self._step}: {name} is {value}; {kept}. A smaller --learning_rate, a longer --warmup or "
+            "a smaller --grad_clip, in a new --workdir, may help."
+        )
+
+
+def _as_trees(state: TrainState) -> dict[str, Any]:
+    """A state as a checkpoint's trees; "model" alone is enough to sample from."""
+    training = {"step": state.step, "key": state.key}
+    return {"model": state.model(), "optimizer": state.optimizer, "training": training}

@@ -1,0 +1,154 @@
+"""Where text comes from, and which documents are held out.
+
+Three kinds of source:
+- "stdlib": the source of Python's own standard library, which every machine that runs this has;
+- a glob of text files: a file is a document, or several where NUL bytes separate them;
+- one .npy or .bin file of tokens, prepared in advance, each document ended by token 0.
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.tokenization import END_OF_DOCUMENT, Tokenizer
+
+HELD_OUT_PERCENT = 3.0
+
+# Not the library itself: its tests, its bundled programs, and tables written by generators.
+_STDLIB_LEFT_OUT = {
+    "__pycache__", "config", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages",
+    "dist-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+
+
+class Document(NamedTuple):
+    """One text and the name that decides whether it is held out."""
+
+    name: str
+    text: str
+
+
+class Corpus(NamedTuple):
+    """Two streams of token ids [N]; each document in them is ended by token 0."""
+
+    train: np.ndarray
+    validation: np.ndarray
+
+
+def load_corpus(data: str, tokenizer: Tokenizer, *, validation_data: str | None = None, seed: int = 0) -> Corpus:
+    """Read, tokenize and split `data`.
+
+    Args:
+      data: "stdlib", a glob of text files, or the path of one .npy or .bin token file. A .bin file holds uint8 if the
+        vocabulary has at most 256 ids, else little-endian uint16 (uint32 above 65,536 ids).
+      validation_data: a source of its own for validation; then all of `data` is for training. Without it the documents
+        whose name hashes below HELD_OUT_PERCENT are held out (of a token file: the documents at its end).
+      seed: order of the training documents.
+
+    Raises:
+      ValueError: a glob that matches nothing, an empty side of the split, or a token id outside the vocabulary.
+    """
+    if validation_data is not None:
+        train = _stream(data, "data", tokenizer, seed)
+        validation = _stream(validation_data, "validation_data", tokenizer, None)
+    elif _is_token_file(data):
+        train, validation = _split_tokens(_read_tokens(data, "data", tokenizer))
+    else:
+        documents = list(_documents(data, "data"))
+        train = _tokenize([d for d in documents if not held_out(d.name)], tokenizer, seed)
+        validation = _tokenize([d for d in documents if held_out(d.name)], tokenizer, None)
+    for side, tokens in (("training", train), ("validation", validation)):
+        if len(tokens) == 0:
+            raise ValueError(
+                f"data={data!r} leaves no {side} document: {HELD_OUT_PERCENT:g}% of the documents are held out, chosen "
+                "by a hash of their names; give more documents, or validation_data of its own"
+            )
+    return Corpus(train, validation)
+
+
+def held_out(name: str) -> bool:
+    """Whether the document of this name is for validation: decided by the name alone, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:4], "big") < HELD_OUT_PERCENT / 100 * 2**32
+
+
+def stdlib_documents() -> Iterator[Document]:
+    """The modules of the running Python's standard library, by sorted relative path."""
+    root = Path(sysconfig.get_path("stdlib") or os.path.dirname(os.__file__))
+    paths = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [d for d in subfolders if d.split("-")[0] not in _STDLIB_LEFT_OUT and d not in _STDLIB_LEFT_OUT]
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    if not paths:
+        raise ValueError(f"data='stdlib': this Python keeps no source files under {root}; give a glob of text files")
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        text = path.read_text(encoding="utf-8", errors="replace").replace("\0", " ")
+        if text.strip():
+            yield Document(name, text)
+
+
+def _documents(source: str, argument: str) -> Iterator[Document]:
+    if source == "stdlib":
+        yield from stdlib_documents()
+        return
+    paths = sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise ValueError(
+            f"{argument}={source!r} matches no file; allowed: 'stdlib', a glob of text files (quote it), "
+            "or one .npy or .bin token file"
+        )
+    root = os.path.dirname(os.path.commonprefix([os.path.join(os.path.dirname(p), "") for p in paths]))
+    for path in paths:
+        name = os.path.relpath(path, root) if root else path
+        for index, text in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\0")):
+            if text.strip():
+                yield Document(f"{name}:{index}", text)
+
+
+def _tokenize(documents: list[Document], tokenizer: Tokenizer, seed: int | None) -> np.ndarray:
+    # Shuffled, or else neighbours in a folder would always share a row.
+    order: Callable[[int], np.ndarray] = np.arange if seed is None else np.random.default_rng(seed).permutation
+    end = np.array([END_OF_DOCUMENT], np.uint8)
+    pieces = [part for i in order(len(documents)) for part in (tokenizer.encode(documents[i].text), end)]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
+
+
+def _stream(source: str, argument: str, tokenizer: Tokenizer, seed: int | None) -> np.ndarray:
+    if _is_token_file(source):
+        return _read_tokens(source, argument, tokenizer)
+    return _tokenize(list(_documents(source, argument)), tokenizer, seed)
+
+
+def _is_token_file(source: str) -> bool:
+    return source.endswith((".npy", ".bin"))
+
+
+def _read_tokens(path: str, argument: str, tokenizer: Tokenizer) -> np.ndarray:
+    if not os.path.isfile(path):
+        raise ValueError(f"{argument}={path!r}: no such file")
+    if path.endswith(".npy"):
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    else:
+        dtype = "u1" if tokenizer.vocab_size <= 256 else "<u2" if tokenizer.vocab_size <= 65536 else "<u4"
+        tokens = np.memmap(path, dtype, "r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise ValueError(f"{argument}={path!r} holds {tokens.dtype}{list(tokens.shape)}; allowed: integers [N]")
+    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if low < 0 or high >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{argument}={path!r} holds token ids {low} to {high}; the tokenizer allows 0 to {tokenizer.vocab_size - 1}"
+        )
+    return tokens
+
+
+def _split_tokens(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut behind the last document that ends before the held-out share begins."""
+    ends = np.flatnonzero(tokens == END_OF_DOCUMENT) + 1
+    cuts = ends[ends <= len(tokens) * (1 - HELD_OUT_PERCENT / 100)]
+    cut = int(cuts[-1]) if len(cuts) else 0
+    return tokens[:cut], tokens[cut:]

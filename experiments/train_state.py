@@ -1,0 +1,129 @@
+"""Everything that a step of training reads and writes, how it begins, and the step itself."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.input_pipeline import Batch
+from experiments.optim import HEAD_MATRICES, make_optimizer
+from experiments.schedules import make_schedule
+from experiments.train_config import TrainConfig
+from kimi_jax.configs import ModelConfig
+from kimi_jax.model import KimiLM, lm_loss, update_router_biases
+from kimi_jax.sharding import create_sharded, param_shardings
+
+
+class TrainState(NamedTuple):
+    """A pytree; all of it goes into a checkpoint."""
+
+    step: jax.Array  # int32 [], steps done
+    key: jax.Array  # the run's random key; what is drawn at a step comes from fold_in(key, step)
+    params: nnx.State  # float32
+    rest: nnx.State  # what has no gradient: selection biases
+    optimizer: Any
+
+    def model(self) -> nnx.State:
+        """Parameters and the rest as the model's one state."""
+        return nnx.merge_state(self.params, self.rest)
+
+
+class Training(NamedTuple):
+    """A model and its optimiser as functions of a TrainState."""
+
+    graphdef: nnx.GraphDef
+    state: TrainState
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def start_training(config: TrainConfig, model_config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Training:
+    """The state before the first step, laid out on the mesh, and the compiled step. Call under jax.set_mesh(mesh)."""
+    init_key, run_key = jax.random.split(jax.random.key(config.seed))
+
+    def build() -> KimiLM:
+        return KimiLM(model_config, rngs=nnx.Rngs(init_key))
+
+    if mesh is None:
+        graphdef = nnx.split(nnx.eval_shape(build))[0]
+        model = nnx.merge(graphdef, jax.jit(lambda: nnx.split(build())[1])())
+    else:
+        model = create_sharded(build, mesh)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    schedule = make_schedule(
+        config.schedule,
+        peak=config.learning_rate,
+        steps=config.steps,
+        warmup=config.warmup,
+        decay_fraction=config.decay_fraction,
+    )
+    optimizer = make_optimizer(
+        config.optimizer,
+        schedule,
+        params,
+        weight_decay=config.weight_decay,
+        grad_clip=config.grad_clip,
+        heads=_head_counts(model) if config.per_head_muon else None,
+    )
+    optimizer_shardings = None if mesh is None else _shardings(jax.eval_shape(optimizer.init, params), mesh)
+    optimizer_state = jax.jit(optimizer.init, out_shardings=optimizer_shardings)(params)
+    state = TrainState(jnp.int32(0), run_key, params, rest, optimizer_state)
+    if mesh is not None:
+        state = state._replace(
+            step=jax.device_put(state.step, NamedSharding(mesh, P())),
+            key=jax.device_put(state.key, NamedSharding(mesh, P())),
+        )
+    step = _make_step(graphdef, optimizer, schedule, config.router_bias_rate, mesh)
+    return Training(graphdef, state, step)
+
+
+def _make_step(graphdef, optimizer, schedule, router_bias_rate, mesh):
+    def loss_fn(params: nnx.State, rest: nnx.State, batch: Batch):
+        return lm_loss(nnx.merge(graphdef, params, rest), batch.tokens, batch.segment_ids)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        (loss, aux), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state.rest, batch)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        model = nnx.merge(graphdef, optax.apply_updates(state.params, updates), state.rest)
+        if aux.router_loads is not None:
+            update_router_biases(model, aux.router_loads, router_bias_rate)
+        _, params, rest = nnx.split(model, nnx.Param, ...)
+        new_state = TrainState(state.step + 1, state.key, params, rest, optimizer_state)
+        if mesh is not None:
+            # The compiler may choose another layout for what comes out; a state must look the same at every step.
+            new_state = jax.lax.with_sharding_constraint(new_state, _shardings(new_state, mesh))
+        metrics = {
+            "loss": loss,
+            "gradient_norm": optax.global_norm(gradients),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        }
+        return new_state, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _shardings(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Parameters, and what the optimiser keeps for each, by their logical axes; counters and keys on every device."""
+
+    def is_parameter(node):  # optax masks the parameters that a transformation leaves alone: those hold no array
+        return isinstance(node, nnx.Variable) and bool(jax.tree.leaves(node))
+
+    def sharding(node):
+        return param_shardings(node, mesh) if is_parameter(node) else NamedSharding(mesh, P())
+
+    return jax.tree.map(sharding, tree, is_leaf=is_parameter)
+
+
+def _head_counts(model: nnx.Module) -> dict[str, int]:
+    """Path -> number of heads for the attention projections whose columns are heads."""
+    counts = {}
+    for path, module in nnx.iter_modules(model):
+        for matrix, field in HEAD_MATRICES.items():
+            if hasattr(module, matrix) and hasattr(module, "num_heads"):
+                heads = getattr(module, field, module.num_heads)
+                counts[".".join(map(str, (*path, matrix)))] = heads
+    return counts
