@@ -35,9 +35,9 @@ def test_patterns_by_period():
 
 
 def test_overrides_leave_the_preset_alone():
-    config = get_config("tiny", hidden_size=64, lower_bound=-5)
-    assert (config.hidden_size, config.lower_bound) == (64, -5)
-    assert get_config("tiny").hidden_size != 64
+    config = get_config("tiny", hidden_size=96, lower_bound=-5)
+    assert (config.hidden_size, config.lower_bound) == (96, -5)
+    assert get_config("tiny").hidden_size != 96
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hidden_size = 32
 
