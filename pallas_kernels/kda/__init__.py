@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .check import BACKENDS, check_activations, check_kda, check_step, scale_of
+from .check import BACKENDS, check_activations, check_kda, check_step, describe, scale_of
 from .chunked import chunked_kda
 from .gates import bounded_gate, gate_parameters, softplus_gate
 from .mesh import place_alike
@@ -67,7 +67,7 @@ def kda(
     Args:
         q, k: `[B, T, H, K]`, float.
         v: `[B, T, HV, V]`, float.
-        g: `[B, T, HV, K]`, log-decay per channel in nats, <= 0, -inf being total forgetting; raw logits if `gate` says so.
+        g: `[B, T, HV, K]`, log-decay per channel in nats, <= 0 (-inf forgets all); raw logits if `gate` says so.
         beta: `[B, T, HV]`, write strength (logits with beta_sigmoid). Above 1 is accepted and not clipped: up to 2 the
             erase step has eigenvalues down to -1, beyond that the recurrence may grow.
         scale: static number multiplying q; None is K**-0.5.
@@ -78,7 +78,7 @@ def kda(
             returned state is that of its last. Other ids never recompile.
         num_segments: static number of segments; ids at or above it are padding (an error when concrete). States then
             have an axis of segments after B; a segment without tokens returns its initial state.
-        gate: "log" takes g as it is; "softplus" and "bounded" activate raw logits (see `softplus_gate`, `bounded_gate`).
+        gate: "log" takes g as it is; "softplus" and "bounded" activate raw logits (`softplus_gate`, `bounded_gate`).
         A_log: `[HV]`, dt_bias: `[HV, K]` or `[HV*K]`, for the two activated gates; None is 0.
         lower_bound: the bound of gate="bounded"; with gate="log" the caller's promise that g >= lower_bound.
         qk_l2norm: q and k become x * rsqrt(sum x^2 + 1e-6) per head, before scale.
@@ -144,13 +144,13 @@ def linear_attention(
     if g is None:
         if gate != "log":
             raise ValueError(f"g: got None with gate={gate!r}; pass raw logits [B, T, HV, K]")
-        g = jnp.zeros_like(v, jnp.float32, shape=(*v.shape[:3], q.shape[-1]))
-    elif g.ndim == 3 and gate == "log":
+        g = _no_decay(v, q)
+    elif gate == "log" and getattr(g, "ndim", None) == 3:
         g = _per_channel(g, v, q)
     if beta is None:
         if beta_sigmoid:
             raise ValueError("beta: got None with beta_sigmoid=True; pass logits [B, T, HV]")
-        beta = jnp.ones_like(v, jnp.float32, shape=v.shape[:3])
+        beta = jnp.ones_like(v, jnp.float32, shape=v.shape[:3]) if _are_tokens(v) else None
     return _run(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, segment_ids=segment_ids, num_segments=num_segments,
         activations=(gate, A_log, dt_bias, lower_bound, qk_l2norm, beta_sigmoid),
@@ -161,7 +161,7 @@ def linear_attention(
 def delta_net(q, k, v, beta, **options) -> KDAResult:
     """DeltaNet: `kda` that never forgets (g = 0). beta `[B, T, HV]`; keywords of kda but the gate's."""
     q, v = _arrays(q, v)
-    return kda(q, k, v, jnp.zeros_like(v, jnp.float32, shape=(*v.shape[:3], q.shape[-1])), beta, **options)
+    return kda(q, k, v, _no_decay(v, q), beta, **options)
 
 
 def gated_delta_net(q, k, v, g, beta, **options) -> KDAResult:
@@ -208,9 +208,11 @@ def kda_step(
     arrays = _arrays(q, k, v, g, beta, state, A_log, dt_bias, slots)
     q, k, v, g, beta, state, A_log, dt_bias, slots = arrays
     check_step(q, k, v, g, beta, state, slots=slots, backend=backend)
-    check_activations(gate, A_log, dt_bias, lower_bound, g, None if slots is None else slots >= 0)
+    check_activations(gate, A_log, dt_bias, lower_bound, g, slots)
     _choose(backend)
     A_log, dt_bias = gate_parameters(g, A_log, dt_bias) if gate != "log" else (None, None)
+    if q.shape[0] == 0:
+        return KDAResult(jnp.zeros_like(v), state)
     q, k, v, g, beta, state, slots, A_log, dt_bias = place_alike(
         (q, k, v, g, beta, state, slots, A_log, dt_bias),
         ("BHK", "BHK", "BHV", "BHK", "BH", "BHKV" if slots is None else "PHKV", "B", "H", "HK"),
@@ -233,7 +235,9 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, T: int) -> jax.Array:
     if not isinstance(cu, jax.core.Tracer):
         offsets = np.asarray(cu)
         if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > T:
-            raise ValueError(f"cu_seqlens: got {offsets.tolist()}; allowed are offsets that rise from 0 to at most T = {T}")
+            raise ValueError(
+                f"cu_seqlens: got {offsets.tolist()}; allowed are offsets that rise from 0 to at most T = {T}"
+            )
     t = jnp.arange(T)
     ids = jnp.sum(cu[1:, None] <= t, axis=0, dtype=jnp.int32)
     return jnp.where(t < cu[-1], ids, -1)[None]
@@ -253,7 +257,9 @@ def which_kda_backend(q, k, v, g, beta, *state, platform: str | None = None, bac
 
 def _choose(backend: str) -> str:
     if backend in ("mosaic_tpu", "mosaic_gpu"):
-        raise NotImplementedError(f"backend {backend!r} has no kernel yet; backend='xla' serves every shape on every device")
+        raise NotImplementedError(
+            f"backend {backend!r} has no kernel yet; backend='xla' serves every shape on every device"
+        )
     return "xla" if backend == "auto" else backend
 
 
@@ -263,7 +269,7 @@ def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, a
         chunk_size=chunk_size, backend=backend,
     )  # fmt: skip
     gate, A_log, dt_bias, *rest = activations
-    check_activations(gate, A_log, dt_bias, rest[0], g, None if segment_ids is None else segment_ids >= 0)
+    check_activations(gate, A_log, dt_bias, rest[0], g, segment_ids)
     if gate != "log":
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
     run = scan_tokens if _choose(backend) == "reference" else chunked_kda
@@ -286,10 +292,20 @@ def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, a
 
 
 def _per_channel(g, v, q):
-    """One decay per head, [B, T, HV], repeated over the channels."""
-    if g.shape != v.shape[:3]:
-        raise ValueError(f"g: got shape {g.shape}; allowed is one log-decay per value head, [B, T, HV] = {v.shape[:3]}")
+    """One decay per head, [B, T, HV], repeated over the channels; left to `check_kda` if q or v is at fault."""
+    if not _are_tokens(q, v):
+        return g
+    if getattr(g, "shape", None) != v.shape[:3]:
+        raise ValueError(f"g: got {describe(g)}; allowed is one log-decay per value head, [B, T, HV] = {v.shape[:3]}")
     return jnp.repeat(g[..., None], q.shape[-1], axis=-1)
+
+
+def _no_decay(v, q):
+    return jnp.zeros_like(v, jnp.float32, shape=(*v.shape[:3], q.shape[-1])) if _are_tokens(q, v) else None
+
+
+def _are_tokens(*xs):
+    return all(getattr(x, "ndim", None) == 4 for x in xs)
 
 
 def _arrays(*xs):

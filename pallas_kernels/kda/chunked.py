@@ -41,8 +41,8 @@ import jax.numpy as jnp
 from .decay import decay_exponents, decay_exponents_vjp, matmul, pair_products, pair_products_vjp, unit_lower_inverse
 from .gates import activate_gate, activate_gate_vjp
 from .layout import Layout, count_chunks, fetch, plan, put_back
-from .mesh import same_axes, vary, varying
-from .reference import compute_dtype, normalise, repeat_heads
+from .mesh import repeat_heads, vary, varying
+from .reference import compute_dtype, normalise
 
 __all__ = ["chunked_kda"]
 
@@ -96,7 +96,7 @@ def chunked_kda(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segm
     )  # fmt: skip
     if initial_state is not None and num_segments is None:
         initial_state = initial_state[:, None]
-    inputs = same_axes(Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state))
+    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state)
     out, state = _chunked(settings, inputs, segment_ids)
     return out, state if num_segments else state[:, 0]
 

@@ -71,7 +71,9 @@ def decay_exponents_vjp(dlevels, dprefix, dsuffix, dtotal):
     dtotal = dtotal[..., None, :, :]  # [..., blocks, 1, K]
     for dlevel in reversed(dlevels):
         p, s, level = (_halves(x, half) for x in (dprefix, dsuffix, dlevel))
-        dleft = dtotal + jnp.sum(p[..., 1, :, :], axis=-2, keepdims=True)  # a left half's sum is in its sibling's prefixes
+        dleft = dtotal + jnp.sum(
+            p[..., 1, :, :], axis=-2, keepdims=True
+        )  # a left half's sum is in its sibling's prefixes
         dright = dtotal + jnp.sum(s[..., 0, :, :], axis=-2, keepdims=True)
         dtotal = jnp.concatenate([dleft, dright], axis=-2).reshape(*shape[:-2], -1, 1, shape[-1])
         dprefix = _join_halves(p[..., 0, :, :], p[..., 1, :, :] + level[..., 1, :, :], shape)

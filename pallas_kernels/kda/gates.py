@@ -12,7 +12,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-__all__ = ["activate_gate", "activate_gate_vjp", "bounded_gate", "check_lower_bound", "gate_parameters", "softplus_gate"]
+from .mesh import laid_as
+
+__all__ = [
+    "activate_gate",
+    "activate_gate_vjp",
+    "bounded_gate",
+    "check_lower_bound",
+    "gate_parameters",
+    "softplus_gate",
+]
 
 
 def softplus_gate(x: jax.Array, A_log: jax.Array | None = None, dt_bias: jax.Array | None = None) -> jax.Array:
@@ -24,7 +33,7 @@ def softplus_gate(x: jax.Array, A_log: jax.Array | None = None, dt_bias: jax.Arr
         dt_bias: `[HV, K]` or `[HV*K]`; None is 0.
 
     Returns:
-        g `[..., HV, K]` in nats, float32 (float64 if x is). softplus(y) is taken as y above 20, as in the released models.
+        g `[..., HV, K]` in nats, float32 (float64 if x is). softplus(y) is y above 20, as in the released models.
 
     Raises:
         ValueError: if A_log or dt_bias does not fit the last two axes of x.
@@ -63,7 +72,7 @@ def check_lower_bound(lower_bound) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def activate_gate(x, A_log, dt_bias, lower_bound: float | None) -> jax.Array:
-    """g of raw logits x, with A_log and dt_bias of any shapes that broadcast against it; lower_bound None is softplus."""
+    """g of raw logits x, with A_log and dt_bias of any shapes that broadcast; lower_bound None is the softplus gate."""
     y, a, _ = _scaled_logits(x, A_log, dt_bias)
     if lower_bound is None:
         return -a * _softplus(y)
@@ -96,7 +105,7 @@ def _gate_fwd(x, A_log, dt_bias, lower_bound):
 def _gate_bwd(lower_bound, saved, dg):
     x, A_log, dt_bias = saved
     dx, dA, db = activate_gate_vjp(x, A_log, dt_bias, lower_bound, dg)
-    return dx.astype(x.dtype), dA.astype(A_log.dtype), db.astype(dt_bias.dtype)
+    return tuple(laid_as(d.astype(p.dtype), p) for d, p in ((dx, x), (dA, A_log), (db, dt_bias)))
 
 
 activate_gate.defvjp(_gate_fwd, _gate_bwd)
@@ -115,7 +124,9 @@ def gate_parameters(x, A_log, dt_bias):
     if dt_bias is None:
         dt_bias = jnp.zeros((HV, K), dtype)
     elif dt_bias.shape not in ((HV, K), (HV * K,)):
-        raise ValueError(f"dt_bias: got shape {dt_bias.shape}; allowed is [HV, K] = ({HV}, {K}) or [HV*K] = ({HV * K},)")
+        raise ValueError(
+            f"dt_bias: got shape {dt_bias.shape}; allowed is [HV, K] = ({HV}, {K}) or [HV*K] = ({HV * K},)"
+        )
     return A_log, dt_bias.reshape(HV, K)
 
 

@@ -32,7 +32,9 @@ class Layout(NamedTuple):
     place: jax.Array | None
 
 
-def plan(segment_ids, B: int, T: int, num_segments: int | None, chunk: int, chunks_per_group: int) -> tuple[Layout, int]:
+def plan(
+    segment_ids, B: int, T: int, num_segments: int | None, chunk: int, chunks_per_group: int
+) -> tuple[Layout, int]:
     """The layout and the number of groups."""
     slots = num_segments or 1
     chunks = count_chunks(T, num_segments, chunk)
@@ -58,7 +60,9 @@ def plan(segment_ids, B: int, T: int, num_segments: int | None, chunk: int, chun
     place = jnp.where(valid, rank + jnp.take_along_axis(offset, safe, axis=1), total).astype(jnp.int32)
     slot = jnp.sum(last_chunk[:, None, :] <= jnp.arange(chunks)[:, None], axis=-1, dtype=jnp.int32)
     slot = jnp.minimum(slot, slots - 1)  # chunks past the last segment are neutral; any slot will do
-    source = jax.vmap(lambda p: jnp.full((total,), T, jnp.int32).at[p].set(jnp.arange(T, dtype=jnp.int32), mode="drop"))(place)
+    source = jax.vmap(
+        lambda p: jnp.full((total,), T, jnp.int32).at[p].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
+    )(place)
     return Layout(source < T, jnp.zeros((B, total), bool), slot, source, place), groups
 
 
@@ -68,7 +72,7 @@ def count_chunks(T: int, num_segments: int | None, chunk: int) -> int:
 
 
 def fetch(x, layout: Layout, start, size: int):
-    """Positions [start, start + size) of x [B, T, ...], with zeros where no valid token stands (NaN padding included)."""
+    """Positions [start, start + size) of x [B, T, ...], 0 where no valid token stands (NaN padding included)."""
     valid = jax.lax.dynamic_slice_in_dim(layout.valid, start, size, axis=1)
     if layout.source is None:
         short = layout.valid.shape[1] - x.shape[1]

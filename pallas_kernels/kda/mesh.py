@@ -8,19 +8,20 @@ shard_map the type says over which axes an array varies, with the same two conse
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .reference import repeat_heads
-
-__all__ = ["place_alike", "row_sharding", "same_axes", "vary", "varying"]
+__all__ = ["laid_as", "place_alike", "repeat_heads", "row_sharding", "vary", "varying"]
 
 
 def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
     """arrays (q, k, v, ...; None is passed by), sharded over batch and heads as the first of them that is.
 
-    axes names the axes of each, such as "BTHK". Touches arrays on Explicit axes alone. Every axis but B, H and P (the
-    slots of a pool) is gathered. q and k with too few heads to be split like v's are repeated to one per value head.
+    axes names the axes of each, such as "BTHK". Outside shard_map only arrays on Explicit axes are touched. Every axis
+    but B, H and P (the slots of a pool) is gathered. q and k with too few heads to be split like v's are repeated to
+    one per value head.
     """
+    arrays = _same_axes(arrays)
     shardings = [None if x is None else jax.typeof(x).sharding for x in arrays]
     specs = [{} if s is None else dict(zip(n, s.spec, strict=True)) for s, n in zip(shardings, axes, strict=True)]
     mesh = next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
@@ -49,13 +50,33 @@ def row_sharding(rows, pool):
     return sharding.update(spec=PartitionSpec(*jax.typeof(rows).sharding.spec, *sharding.spec[1:]))
 
 
-def same_axes(inputs):
+def repeat_heads(x: jax.Array, times: int, axis: int) -> jax.Array:
+    """Every head `times` times in a row along axis: value head j reads q/k head j // times.
+
+    jnp.repeat, written so that a head axis sharded over an Explicit mesh stays sharded.
+    """
+    if times == 1:
+        return x
+    shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+    heads = x.shape[axis] * times
+    return jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape).reshape(*x.shape[:axis], heads, *x.shape[axis + 1 :])
+
+
+def laid_as(cotangent, primal):
+    """Summed over the shard_map axes that the cotangent alone varies over; on Explicit axes, placed as primal is."""
+    sharding, summed = jax.typeof(primal).sharding, varying(cotangent) - varying(primal)
+    if summed:
+        cotangent = jax.lax.psum(cotangent, tuple(summed))
+    return jax.sharding.reshard(cotangent, sharding) if AxisType.Explicit in sharding.mesh.axis_types else cotangent
+
+
+def _same_axes(arrays):
     """Inside shard_map: every array varying over the axes that any of them varies over.
 
     The transpose of this cast is the sum over the mesh that a replicated A_log or initial state needs.
     """
-    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(inputs)))
-    return jax.tree.map(lambda x: vary(x, axes), inputs)
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: vary(x, axes), arrays)
 
 
 def varying(x):

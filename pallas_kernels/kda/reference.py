@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from .gates import activate_gate
+from .mesh import repeat_heads
 
-__all__ = ["beta_of", "compute_dtype", "gate_of", "normalise", "repeat_heads", "scan_tokens", "unpack_segments"]
+__all__ = ["beta_of", "compute_dtype", "gate_of", "normalise", "scan_tokens", "unpack_segments"]
 
 
 def compute_dtype(*arrays) -> jnp.dtype:
@@ -31,17 +32,6 @@ def gate_of(g, gate, A_log, dt_bias, lower_bound) -> jax.Array:
 
 def beta_of(beta, beta_sigmoid) -> jax.Array:
     return jax.nn.sigmoid(beta) if beta_sigmoid else beta
-
-
-def repeat_heads(x: jax.Array, times: int, axis: int) -> jax.Array:
-    """Every head `times` times in a row along axis: value head j reads q/k head j // times.
-
-    jnp.repeat, written so that a head axis sharded over an Explicit mesh stays sharded.
-    """
-    if times == 1:
-        return x
-    shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
-    return jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def unpack_segments(segment_ids, num_segments):
@@ -89,22 +79,31 @@ def scan_tokens(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segm
     q, k = (repeat_heads(x, HV // H, axis=2) for x in (q, k))
 
     S = num_segments or 1
-    zeros = jnp.zeros((B, S, HV, K, V), dtype)
-    states = zeros if initial_state is None else zeros + initial_state.reshape(zeros.shape).astype(dtype)
+    if initial_state is None:  # zeros like an outer product, so that they lie on a mesh as g and v do
+        states = jnp.zeros_like(g[:, 0, :, :, None] * v[:, 0, :, None, :], dtype)
+        states = jnp.broadcast_to(states[:, None], (B, S, HV, K, V))
+    else:
+        states = initial_state.reshape(B, S, HV, K, V).astype(dtype)
     slot = jnp.zeros((B, T), jnp.int32) if num_segments is None else jnp.where(valid, segment_ids, 0)
 
     def step(states, token):
         q, k, v, g, beta, valid, start, slot = token
-        rows = jnp.arange(B)
-        state = before = states[rows, slot]
         if num_segments is None:
-            state = jnp.where(start[:, None, None, None], 0, state)
+            before = states[:, 0]
+            state = jnp.where(start[:, None, None, None], 0, before)
+        else:
+            before = jax.vmap(lambda s, i: jax.lax.dynamic_index_in_dim(s, i, keepdims=False))(states, slot)
+            state = before
         state = state * jnp.exp(g)[..., None]
         residual = v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest") if erase else v
         state = state + (beta[..., None] * k)[..., None] * residual[:, :, None, :]
         out = jnp.einsum("bhkv,bhk->bhv", state, scale * q, precision="highest")
         state = jnp.where(valid[:, None, None, None], state, before)
-        return states.at[rows, slot].set(state), jnp.where(valid[:, None, None], out, 0)
+        if num_segments is None:
+            states = state[:, None]
+        else:
+            states = jax.vmap(lambda s, i, x: jax.lax.dynamic_update_index_in_dim(s, x, i, 0))(states, slot, state)
+        return states, jnp.where(valid[:, None, None], out, 0)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, g, beta, valid, starts, slot))
     states, out = jax.lax.scan(step, states, tokens)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .mesh import row_sharding
-from .reference import beta_of, compute_dtype, gate_of, normalise, repeat_heads
+from .reference import beta_of, compute_dtype, gate_of, normalise
 
 __all__ = ["step_token"]
 

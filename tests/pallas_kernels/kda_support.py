@@ -1,6 +1,6 @@
 """Inputs and comparisons of the KDA tests: every path against the float64 token scan, every gradient on its own."""
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ def rounded(tokens: Tokens, dtype) -> Tokens:
     return Tokens(*(cast(x, dtype if i < 5 else jnp.float32) for i, x in enumerate(tokens)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _program(function, options: tuple, gradients: bool):
     """jitted (arrays, ids, do, dS) -> results; cached, so that cases of one shape share a compilation."""
 

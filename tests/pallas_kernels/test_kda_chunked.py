@@ -15,8 +15,8 @@ from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     T=st.integers(1, 80), H=st.integers(1, 2), group=st.integers(1, 2), K=st.integers(1, 20), V=st.integers(1, 20),
-    chunk=st.sampled_from([16, 32, 64]), segments=st.sampled_from([None, 0, 3]), strength=st.sampled_from([0.01, 1.0, 30.0]),
-    seed=st.integers(0, 10_000),
+    chunk=st.sampled_from([16, 32, 64]), segments=st.sampled_from([None, 0, 3]),
+    strength=st.sampled_from([0.01, 1.0, 30.0]), seed=st.integers(0, 10_000),
 )  # fmt: skip
 def test_random_shapes(T, H, group, K, V, chunk, segments, strength, seed):
     """Packing (None: absent, 0: without num_segments) with padding anywhere, any gate strength, grouped heads."""
@@ -31,7 +31,13 @@ def test_random_shapes(T, H, group, K, V, chunk, segments, strength, seed):
         if segments:
             options["num_segments"] = segments
             tokens = tokens._replace(initial_state=r.standard_normal((2, segments, group * H, K, V)))
-    check(tokens, ids=ids, forward=F32_FORWARD if strength < 30 else 5e-4, gradient=F32_GRADIENT if strength < 30 else 2e-3, **options)
+    check(
+        tokens,
+        ids=ids,
+        forward=F32_FORWARD if strength < 30 else 5e-4,
+        gradient=F32_GRADIENT if strength < 30 else 2e-3,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", -5.0)])
@@ -41,8 +47,9 @@ def test_fused_activations(gate, bound, dtype):
     r = np.random.default_rng(7)
     tokens = base(7, 2, 70, 2, 16, 24, HV=4)
     tokens = tokens._replace(
-        q=2 * r.standard_normal(tokens.q.shape), k=2 * r.standard_normal(tokens.k.shape), beta=r.standard_normal(tokens.beta.shape),
-        g=2 * r.standard_normal(tokens.g.shape), A_log=np.log1p(np.arange(4)), dt_bias=r.standard_normal((4, 16)),
+        q=2 * r.standard_normal(tokens.q.shape), k=2 * r.standard_normal(tokens.k.shape),
+        beta=r.standard_normal(tokens.beta.shape), g=2 * r.standard_normal(tokens.g.shape),
+        A_log=np.log1p(np.arange(4)), dt_bias=r.standard_normal((4, 16)),
     )  # fmt: skip
     ids = np.where(np.arange(70) % 11 == 3, -1, np.arange(70) // 25) * np.ones((2, 1), int)
     check(tokens, dtype, ids=ids, gate=gate, lower_bound=bound, qk_l2norm=True, beta_sigmoid=True)
@@ -110,7 +117,9 @@ def test_chunk_sizes_and_groups_agree(monkeypatch):
     grads = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(kda(*a[:5], initial_state=a[5]).output)), argnums=range(6)))
     many = grads(*arrays)
     monkeypatch.setitem(module.GROUP_ELEMENTS, "cpu", 1 << 30)
-    one = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(kda(*a[:5], initial_state=a[5]).output)), argnums=range(6)))(*arrays)
+    one = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(kda(*a[:5], initial_state=a[5]).output)), argnums=range(6)))(
+        *arrays
+    )
     for a, b in zip(many, one, strict=True):
         assert_close(a, b, 1e-5)
 
@@ -135,7 +144,11 @@ def test_no_write_is_pure_decay():
 def test_linear_attention(kind):
     """The lineage without the erase step, against attention written out over all pairs, and its scan."""
     tokens = base(15, 1, 70, 2, 16, 24, HV=4, h0=False)
-    g = {"plain": np.zeros_like(tokens.g), "scalar": np.broadcast_to(tokens.g[..., :1], tokens.g.shape), "channel": tokens.g}[kind]
+    g = {
+        "plain": np.zeros_like(tokens.g),
+        "scalar": np.broadcast_to(tokens.g[..., :1], tokens.g.shape),
+        "channel": tokens.g,
+    }[kind]
     given = {"plain": None, "scalar": jnp.asarray(g[..., 0], jnp.float32), "channel": jnp.asarray(g, jnp.float32)}[kind]
     q, k, v = (jnp.asarray(x, jnp.float32) for x in tokens[:3])
     sums = np.cumsum(g, 1)
@@ -144,7 +157,11 @@ def test_linear_attention(kind):
     expected = 0.25 * np.einsum("bhij,bjhv->bihv", scores, tokens.v)
     assert_close(linear_attention(q, k, v, given).output, expected, F32_FORWARD)
     beta = jnp.asarray(tokens.beta, jnp.float32)
-    assert_close(linear_attention(q, k, v * beta[..., None], given).output, linear_attention(q, k, v, given, beta=beta).output, 1e-6)
+    assert_close(
+        linear_attention(q, k, v * beta[..., None], given).output,
+        linear_attention(q, k, v, given, beta=beta).output,
+        1e-6,
+    )
 
     def grads(backend):
         f = lambda q, k, v, g, b: jnp.sum(jnp.sin(linear_attention(q, k, v, g, beta=b, backend=backend).output))  # noqa: E731

@@ -120,7 +120,11 @@ def test_field_KN10_precision_does_not_depend_on_the_caller():
             assert dots and all(e.params["precision"] == highest for e in dots), name
             assert not [e for e in equations(jax.make_jaxpr(f)(*args).jaxpr) if e.primitive.name.startswith("cumsum")]
     low = [jnp.asarray(x, jnp.bfloat16) for x in tokens[:5]] + [args[5]]
-    dots = [e for e in equations(jax.make_jaxpr(jax.grad(loss, argnums=range(6)))(*low).jaxpr) if e.primitive.name == "dot_general"]
+    dots = [
+        e
+        for e in equations(jax.make_jaxpr(jax.grad(loss, argnums=range(6)))(*low).jaxpr)
+        if e.primitive.name == "dot_general"
+    ]
     assert all(e.params["precision"] is not None for e in dots), "bf16 inputs: pinned too"
 
 
@@ -172,7 +176,10 @@ def test_field_SV02_poisoned_padding_changes_nothing():
     ids = np.where((np.arange(100) < 7) | (np.arange(100) >= 90), -1, 0) * np.ones((2, 1), int)
     clean = run(kda, tokens, jnp.float32, ids=ids)
     for poison in (np.nan, 1e30, np.inf):
-        bad = Tokens(*(np.where((ids < 0).reshape(2, 100, *[1] * (x.ndim - 2)), poison, x) for x in tokens[:5]), tokens.initial_state)
+        bad = Tokens(
+            *(np.where((ids < 0).reshape(2, 100, *[1] * (x.ndim - 2)), poison, x) for x in tokens[:5]),
+            tokens.initial_state,
+        )
         for name, value in run(kda, bad, jnp.float32, ids=ids).items():
             np.testing.assert_array_equal(value, clean[name], err_msg=name)
     for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
@@ -221,7 +228,7 @@ def test_field_SV07_grouped_values_repeat_and_do_not_tile():
 
 
 def test_field_SV10_no_flat_offsets():
-    """Nothing indexes across the whole array: rows, heads and chunks are axes of their own up to 2^31 elements and over."""
+    """Nothing indexes across the whole array: rows, heads and chunks are axes of their own, past 2^31 elements too."""
     T, H, K = 262_208, 64, 128
     shapes = [(1, T, H, K)] * 4 + [(1, T, H)]
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
@@ -266,7 +273,9 @@ def test_field_GR01_eps_is_inside_the_root():
 def test_field_GR02_gate_gradient_is_not_rounding_noise():
     eye = np.eye(64)[None, :, None]
     r = np.random.default_rng(2)
-    tokens = Tokens(eye, eye, r.standard_normal((1, 64, 1, 64)), np.full((1, 64, 1, 64), -5.0), np.full((1, 64, 1), 0.7))
+    tokens = Tokens(
+        eye, eye, r.standard_normal((1, 64, 1, 64)), np.full((1, 64, 1, 64), -5.0), np.full((1, 64, 1), 0.7)
+    )
     for dtype in (jnp.float32, jnp.bfloat16):
         assert np.abs(run(kda, tokens, dtype, dS=np.zeros((1, 1, 64, 64)))["dg"]).max() <= 1e-7
 

@@ -1,4 +1,4 @@
-"""KDA and its gates against vectors made by independent software (float64 columns; bounds of the vectors' own notes)."""
+"""KDA and its gates against vectors made by independent software (float64 columns; the vectors' own bounds)."""
 
 from pathlib import Path
 
