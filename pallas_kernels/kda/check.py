@@ -63,7 +63,7 @@ def check_step(q, k, v, g, beta, state, *, slots, backend) -> None:
 
 
 def check_activations(gate, A_log, dt_bias, lower_bound, g, ids=None) -> None:
-    """The gate's options against the raw or activated g `[..., HV, K]`; where ids are negative, g may hold anything."""
+    """The gate's options against the raw or activated g `[..., HV, K]`, anything where ids are negative."""
     _check_choice("gate", gate, GATES)
     HV, K = g.shape[-2:]
     if lower_bound is not None:
@@ -74,8 +74,8 @@ def check_activations(gate, A_log, dt_bias, lower_bound, g, ids=None) -> None:
         )
     if gate == "softplus" and lower_bound is not None:
         raise ValueError(
-            f"lower_bound: got {lower_bound} with gate='softplus', which has no bound; a model trained with the bounded "
-            "gate needs gate='bounded', and this one lower_bound=None"
+            f"lower_bound: got {lower_bound} with gate='softplus', which has no bound; a model trained with the "
+            "bounded gate needs gate='bounded', and this one lower_bound=None"
         )
     if gate == "log":
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):

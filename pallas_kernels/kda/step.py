@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .mesh import row_sharding
+from .mesh import repeat_heads, row_sharding
 from .reference import beta_of, compute_dtype, gate_of, normalise
 
 __all__ = ["step_token"]

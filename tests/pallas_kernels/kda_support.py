@@ -87,7 +87,7 @@ def run(function, tokens: Tokens, dtype, *, ids=None, gradients=True, do=None, d
     results = {"output": out, "state": state}
     if gradients:
         results |= {f"d{n}": x for n, x in zip(ARRAYS, grads, strict=True) if x is not None}
-    return {n: np.asarray(x.astype(fine), np.float64) for n, x in results.items()}
+    return {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
 
 
 def check(tokens: Tokens, dtype=jnp.float32, forward=None, gradient=None, *, ids=None, gradients=True, **options):
