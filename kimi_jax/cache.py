@@ -13,10 +13,11 @@ from .layers.stack import StackCache
 class Cache:
     """A pytree; `extend` returns a new one and leaves the old one valid.
 
-    layers: per layer a KDACache (state float32 [B, HV, K, V] and the convolutions' last inputs) or an MLACache (latents
-      [B, max_len, ...]); layers that the model scans are stacked.
-    length: int32 [B], the number of tokens that each row holds.
-    max_len: how many it may hold.
+    Attributes:
+        layers: per layer a KDACache (state float32 [B, HV, K, V] and the convolutions' last inputs) or an MLACache
+            (latents [B, max_len, ...]); layers that the model scans are stacked.
+        length: int32 [B], the number of tokens that each row holds.
+        max_len: how many it may hold.
     """
 
     layers: StackCache

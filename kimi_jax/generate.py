@@ -22,13 +22,19 @@ def generate(
 ) -> jax.Array:
     """Continue every row of `prompt` by max_new_tokens ids; the prompt is not repeated in the result.
 
-    prompt: int [B, T], or [T] for one row (then the result is [max_new_tokens] too). lengths: int32 [B], the number of
-      valid tokens of each row (left-aligned), None: all.
-    temperature: 0 takes the likeliest token (the lowest id of equals). top_p: sample from the smallest set of likeliest
-      tokens whose probability reaches top_p. A row's sample depends on seed and its index, not on the other rows.
+    Compiles once per shape of prompt and max_new_tokens. Raises ValueError for an argument out of its range.
 
-    Returns int32 [B, max_new_tokens]. Compiles once per shape of prompt and max_new_tokens.
-    Raises ValueError for an argument out of its range.
+    Args:
+        model: the model.
+        prompt: int [B, T], or [T] for one row.
+        max_new_tokens: at least 1.
+        lengths: int32 [B], the number of valid tokens of each row (left-aligned), None: all.
+        temperature: 0 takes the likeliest token (the lowest id of equals).
+        top_p: sample from the smallest set of likeliest tokens whose probability reaches top_p.
+        seed: a row's sample depends on it and on the row's index, not on the other rows.
+
+    Returns:
+        int32 [B, max_new_tokens], or [max_new_tokens] for a prompt [T].
     """
     prompt = jnp.asarray(prompt)
     if prompt.ndim == 1:

@@ -86,10 +86,17 @@ class KimiLM(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Append tokens [B, T] to every row: prefill, chunked prefill and decode in one.
 
-        lengths: int32 [B], how many of the T tokens of each row count (the first ones); None: all. The rest changes
-          nothing in the cache, and the logits there mean nothing.
-        Returns logits [B, T, vocab], or with last_only [B, 1, vocab] at each row's last token that counts, and the new
-        cache. A row that outgrows the cache is a ValueError when lengths are concrete, NaN logits when traced.
+        A row that outgrows the cache is a ValueError when lengths are concrete, NaN logits when traced.
+
+        Args:
+            tokens: int [B, T] in [0, vocab).
+            cache: of B rows; it stays valid.
+            lengths: int32 [B], how many of the T tokens of each row count (the first ones); None: all. The rest changes
+                nothing in the cache, and the logits there mean nothing.
+            last_only: logits at each row's last token that counts, instead of at all of them.
+
+        Returns:
+            Logits [B, T, vocab], or with last_only [B, 1, vocab], and the new cache.
         """
         _check_tokens(tokens, None, self.config.vocab_size)
         B, T = tokens.shape

@@ -101,6 +101,18 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x if spec is None else _place(x, _fit(spec, x.shape, names))
 
 
+def spread(x: jax.Array, shape: Sequence[int], *names: str | None) -> jax.Array:
+    """jnp.broadcast_to(x, shape), laid out by logical names from the start.
+
+    Constraining a whole broadcast instead would, on Explicit axes, gather its cotangent before summing it.
+    """
+    spec = current_spec(names)
+    if spec is None:
+        return jnp.broadcast_to(x, shape)
+    spec = _fit(spec, shape, names)
+    return _place(jnp.broadcast_to(x, shape, out_sharding=_out_sharding(spec)), spec)
+
+
 def gathered(w: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
     """A parameter's value, with its logical axes, as the computation uses it: whole along "fsdp", still cut along
     "tensor". The gradient goes the other way, back to the cut layout. Cast first, so that the small type travels.
@@ -127,9 +139,8 @@ def project(x: jax.Array, w: nnx.Variable, out_names: Sequence[str | None]) -> j
     if spec is None:
         return jax.lax.dot_general(x, w_DF, dimensions, precision=precision)
     spec = _fit(spec, (*x.shape[:-1], w_DF.shape[-1]), out_names)
-    explicit, _ = _split_by_kind(spec)
-    out_sharding = explicit if _axes_of_kind(AxisType.Explicit) else None
-    return _place(jax.lax.dot_general(x, w_DF, dimensions, precision=precision, out_sharding=out_sharding), spec)
+    y = jax.lax.dot_general(x, w_DF, dimensions, precision=precision, out_sharding=_out_sharding(spec))
+    return _place(y, spec)
 
 
 def lookup(table: nnx.Variable, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -252,6 +263,11 @@ def _split_by_kind(spec: P) -> tuple[P, P]:
     for axis in _axes_of_kind(AxisType.Explicit):
         auto = _without(auto, axis)
     return explicit, auto
+
+
+def _out_sharding(spec: P) -> P | None:
+    """spec as operations take it for their result: over Explicit axes only, None without any."""
+    return _split_by_kind(spec)[0] if _axes_of_kind(AxisType.Explicit) else None
 
 
 def _place(x: jax.Array, spec: P) -> jax.Array:

@@ -41,12 +41,14 @@ class KDACache(NamedTuple):
 class KDALayer(nnx.Module):
     """Kimi Delta Attention.
 
-    lower_bound: None for the unbounded gate -exp(A_log) softplus(z) of Kimi Linear; a negative number (K3: -5) for the
-      gate lower_bound * sigmoid(exp(A_log) z). They are different models, not a speed switch.
-    num_value_heads: a multiple of num_heads; value head j reads q/k head j // (num_value_heads // num_heads).
-    conv_width: taps of the short convolution; 0 leaves SiLU alone (the paper's ablation).
-    gate_rank: rank of the forget gate and of the low-rank output gate; default head_v.
-    output_gate: "sigmoid", or the ablations "swish" and None (norm without gate). full_rank_gate: K3's.
+    Args:
+        num_value_heads: a multiple of num_heads; value head j reads q/k head j // (num_value_heads // num_heads).
+        conv_width: taps of the short convolution; 0 leaves SiLU alone (the paper's ablation).
+        lower_bound: None for the unbounded gate -exp(A_log) softplus(z) of Kimi Linear; a negative number (K3: -5) for
+            the gate lower_bound * sigmoid(exp(A_log) z). They are different models, not a speed switch.
+        gate_rank: rank of the forget gate and of the low-rank output gate; default head_v.
+        full_rank_gate: K3's output gate, in place of the low-rank one.
+        output_gate: "sigmoid", or the ablations "swish" and None (norm without gate).
 
     Raises ValueError for sizes that do not fit together or onto the mesh in force, an unknown output_gate, or a
     lower_bound that is not negative.

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from kimi_jax.sharding import constrain, project
+from kimi_jax.sharding import constrain, project, spread
 
 from .norms import RMSNorm
-from .padding import is_concrete, left_align, merge_ids, zero_padding
+from .padding import concrete_ids, is_concrete, left_align, merge_ids, zero_padding
 from .parameters import check_heads, weight
 
 
@@ -33,9 +34,11 @@ class MLACache(NamedTuple):
 class MLA(nnx.Module):
     """NoPE multi-head latent attention, causal.
 
-    q_lora_rank: None for a direct query projection (Kimi Linear), else through a normed bottleneck (K3).
-    inner_norm_eps: of the norms of latent and query bottleneck; the released models use 1e-6 there whatever their other
-      norms have. output_gate: a full-rank sigmoid gate on the heads' outputs (K3).
+    Args:
+        q_lora_rank: None for a direct query projection (Kimi Linear), else through a normed bottleneck (K3).
+        inner_norm_eps: of the norms of latent and query bottleneck; the released models use 1e-6 there whatever their
+            other norms have.
+        output_gate: a full-rank sigmoid gate on the heads' outputs (K3).
 
     Raises ValueError if the mesh in force does not divide the heads.
     """
@@ -98,8 +101,10 @@ class MLA(nnx.Module):
         """
         if cache is None:
             return self._attend_self(x_BTD, merge_ids(x_BTD, segment_ids, lengths)), None
-        x_BTD, lengths, restore = left_align(x_BTD, segment_ids, lengths)
-        y_BTD, cache = self._attend_cache(x_BTD, merge_ids(x_BTD, None, lengths), cache)
+        aligned_BTD, valid, restore = left_align(x_BTD, segment_ids, lengths)
+        ids = merge_ids(aligned_BTD, None, valid)
+        _check_room(cache, concrete_ids(x_BTD, segment_ids, lengths))
+        y_BTD, cache = self._attend_cache(aligned_BTD, ids, cache)
         return restore(y_BTD), cache
 
     def init_cache(self, batch: int, max_len: int) -> MLACache:
@@ -129,8 +134,6 @@ class MLA(nnx.Module):
         slot_BT = position_BT if ids is None else jnp.where(ids >= 0, position_BT, L)
         added = jnp.full(B, T, jnp.int32) if ids is None else (ids >= 0).sum(axis=1, dtype=jnp.int32)
         length = cache.length + added
-        if is_concrete(length) and L < (longest := int(length.max(initial=0))):
-            raise ValueError(f"the cache has room for {L} tokens per row, its longest row would have {longest}")
 
         def append(slots_BLX, new_BTX):
             write = jax.vmap(lambda row, slot, new: row.at[slot].set(new.astype(row.dtype), mode="drop"))
@@ -161,8 +164,8 @@ class MLA(nnx.Module):
         kv = project(latent_BSC.astype(self.dtype), self.kv_b, ("batch", None, "heads"))
         kv = kv.reshape(B, S, self.num_heads, self.qk_nope_dim + self.v_dim)
         k_nope, v_BSNV = kv[..., : self.qk_nope_dim], kv[..., self.qk_nope_dim :]
-        k_rope = jnp.broadcast_to(k_rope_BSR.astype(self.dtype)[:, :, None], (B, S, self.num_heads, self.qk_rope_dim))
-        k_rope = constrain(k_rope, "batch", None, "heads", None)
+        k_rope = k_rope_BSR.astype(self.dtype)[:, :, None]
+        k_rope = spread(k_rope, (B, S, self.num_heads, self.qk_rope_dim), "batch", None, "heads", None)
         k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
         return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=(self.qk_nope_dim + self.qk_rope_dim) ** -0.5)
 
@@ -187,6 +190,15 @@ def attention(q_BTNH: jax.Array, k_BSNH: jax.Array, v_BSNV: jax.Array, mask_BTS:
     precision = None if q.dtype == jnp.bfloat16 else "highest"
     with jax.default_matmul_precision(precision):
         return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None], scale=scale)[..., :v_size]
+
+
+def _check_room(cache: MLACache, ids_BT: np.ndarray | None) -> None:
+    """ValueError if a row would outgrow the cache; silent where its length or the new tokens' ids are traced."""
+    if ids_BT is None or not is_concrete(cache.length):
+        return
+    L = cache.latent.shape[1]
+    if L < (longest := int((np.asarray(cache.length) + (ids_BT >= 0).sum(axis=1)).max(initial=0))):
+        raise ValueError(f"the cache has room for {L} tokens per row, its longest row would have {longest}")
 
 
 def _pad_last(x, size):

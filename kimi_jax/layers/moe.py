@@ -42,13 +42,15 @@ class Routing(NamedTuple):
 class MoE(nnx.Module):
     """Routed and shared experts, hidden -> hidden.
 
-    num_shared: the shared experts are one FeedForward of width num_shared * width on the full hidden width; 0: none.
-    latent: the width in which the routed experts work, None for the hidden width itself; latent_norm_eps is the eps of
-      the norm after the experts' sum.
-    router_weights: "unbiased" takes the weights from the scores alone (the papers, vLLM); "biased" from score + bias,
-      as the code released with Kimi-Linear-48B does.
-    num_groups, topk_groups: experts come in equal groups; only the topk_groups groups with the largest sum of their two
-      best biased scores are eligible.
+    Args:
+        num_shared: the shared experts are one FeedForward of width num_shared * width on the full hidden width; 0:
+            none.
+        latent: the width in which the routed experts work, None for the hidden width itself.
+        latent_norm_eps: the eps of the norm after the latent experts' sum.
+        router_weights: "unbiased" takes the weights from the scores alone (the papers, vLLM); "biased" from score +
+            bias, as the code released with Kimi-Linear-48B does.
+        num_groups: experts come in so many equal groups.
+        topk_groups: only so many groups, those with the largest sum of their two best biased scores, are eligible.
 
     Raises ValueError for counts that do not fit together or an unknown option.
     """

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def merge_ids(x_BTD: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None) -> jax.Array | None:
@@ -48,9 +49,11 @@ def left_align(
     ids = merge_ids(x_BTD, segment_ids, lengths)
     if segment_ids is None:
         return x_BTD, lengths, lambda y_BTD: y_BTD
-    if is_concrete(ids):
-        first, last = jnp.where(ids >= 0, ids, jnp.iinfo(jnp.int32).max).min(axis=1), ids.max(axis=1)
-        if bool((first < last).any()):
+    if (known := concrete_ids(x_BTD, segment_ids, lengths)) is not None:
+        none = np.iinfo(np.int32).max
+        first = np.where(known >= 0, known, none).min(axis=1, initial=none)
+        last = known.max(axis=1, initial=-1)
+        if (first < last).any():
             raise ValueError("with a cache segment_ids may only mark padding, got rows of several non-negative ids")
     order = jnp.argsort(ids < 0, axis=1, stable=True)
     back = jnp.argsort(order, axis=1)
@@ -58,6 +61,19 @@ def left_align(
     return x_BTD, (ids >= 0).sum(axis=1), lambda y_BTD: jnp.take_along_axis(y_BTD, back[..., None], axis=1)
 
 
-def is_concrete(*arrays: jax.Array) -> bool:
-    """Whether the values can be looked at, as opposed to being traced by jit, grad or vmap."""
-    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+def concrete_ids(x_BTD: jax.Array, segment_ids: jax.Array | None, lengths: jax.Array | None) -> np.ndarray | None:
+    """What `merge_ids` says, [B, T] with zeros for None, where its values can be looked at; else None.
+
+    In numpy, because inside jit even what is computed from concrete arrays alone is traced.
+    """
+    if not is_concrete(segment_ids, lengths):
+        return None
+    B, T, _ = x_BTD.shape
+    ids = np.zeros((B, T), np.int32) if segment_ids is None else np.asarray(segment_ids)
+    return ids if lengths is None else np.where(np.arange(T) < np.asarray(lengths)[:, None], ids, -1)
+
+
+def is_concrete(*arrays: jax.Array | None) -> bool:
+    """Whether the values can be looked at: not traced by jit, grad or vmap, and none of them on another host."""
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return not traced and all(getattr(array, "is_fully_addressable", True) for array in arrays)

@@ -6,9 +6,6 @@ from flax import nnx
 
 from kimi_jax import KimiLM, ModelConfig, get_config
 
-# CPU programs of this size spend their time in the compiler.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-
 EXPERTS = dict(num_experts=4, top_k=2, num_shared_experts=1, expert_width=16)
 
 
@@ -53,7 +50,5 @@ def tokens_for(config: ModelConfig, batch: int, length: int, seed: int = 7) -> j
 def forward(model: KimiLM):
     """The model as one compiled function of (tokens, segment_ids)."""
     graphdef, state = nnx.split(model)
-    compiled = jax.jit(
-        lambda state, tokens, ids: nnx.merge(graphdef, state)(tokens, ids), compiler_options=QUICK_COMPILE
-    )
+    compiled = jax.jit(lambda state, tokens, ids: nnx.merge(graphdef, state)(tokens, ids))
     return lambda tokens, ids=None: compiled(state, tokens, ids)

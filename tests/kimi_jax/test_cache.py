@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.kimi_jax.small_models import EXPERTS, QUICK_COMPILE, forward, small_config, small_model, tokens_for
+from tests.kimi_jax.small_models import EXPERTS, forward, small_config, small_model, tokens_for
 from tests.support import F32_FORWARD, assert_close
 
 
@@ -35,7 +35,7 @@ def model_of(name):
 def extender(model):
     graphdef, state = nnx.split(model)
 
-    @functools.partial(jax.jit, static_argnames="last_only", compiler_options=QUICK_COMPILE)
+    @functools.partial(jax.jit, static_argnames="last_only")
     def extend(state, tokens, cache, lengths, last_only):
         return nnx.merge(graphdef, state).extend(tokens, cache, lengths=lengths, last_only=last_only)
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from kimi_jax import Aux, KimiLM, lm_loss, update_router_biases
 from kimi_jax.layers.mla import MLA
-from tests.kimi_jax.small_models import EXPERTS, QUICK_COMPILE, forward, small_config, small_model, tokens_for
+from tests.kimi_jax.small_models import EXPERTS, forward, small_config, small_model, tokens_for
 from tests.support import F32_FORWARD, assert_close
 
 
@@ -31,7 +31,7 @@ def step_zero(residual: str, block_size: int):
             logits = nnx.merge(graphdef, params, rest)(tokens)
             return -jnp.mean(jax.nn.log_softmax(logits)[:, :-1, 3]), logits
 
-        run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK_COMPILE)
+        run = jax.jit(jax.grad(loss, has_aux=True))
         gradients, logits = run(params)
         gradients = {
             path: np.asarray(leaf[...])

@@ -1,5 +1,6 @@
 """Field cases SH01 and SH02 for single layers: on a mesh they give what they give on one device, or refuse by name."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -78,22 +79,35 @@ def value_and_gradients(layer, x, dy, *args):
     return y, gradients | {"x": dx}
 
 
+@functools.cache
+def on_one_device(build):
+    x, dy, ids = arguments(build)
+    return value_and_gradients(build(), x, dy, *ids)
+
+
+def arguments(build):
+    """x, dy and, for layers that take them, segment ids."""
+    ids = jnp.asarray(np.repeat([[0] * 5 + [1] * 6 + [-1]], B, axis=0))
+    return (
+        inputs(B, T, HIDDEN),
+        inputs(B, T, HIDDEN, seed=2),
+        (ids,) if build in (kda_layer, grouped_kda_layer, mla_layer) else (),
+    )
+
+
 def laid_out(x):
     return constrain(x, "batch", None, None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_one_device(case):
-    x, dy = inputs(B, T, HIDDEN), inputs(B, T, HIDDEN, seed=2)
-    ids = jnp.asarray(np.repeat([[0] * 5 + [1] * 6 + [-1]], B, axis=0))
-    args = (ids,) if case.build in (kda_layer, grouped_kda_layer, mla_layer) else ()
-    y_alone, gradients_alone = value_and_gradients(case.build(), x, dy, *args)
-
+    y_alone, gradients_alone = on_one_device(case.build)
+    x, dy, ids = arguments(case.build)
     layer, mesh = case.build(), make_mesh(case.sizes, axis_type=case.axis_type)
     shard_model(layer, mesh)
     with jax.set_mesh(mesh):
-        args = tuple(constrain(arg, "batch", None) for arg in args)
-        y, gradients = value_and_gradients(layer, laid_out(x), laid_out(dy), *args)
+        ids = tuple(constrain(array, "batch", None) for array in ids)
+        y, gradients = value_and_gradients(layer, laid_out(x), laid_out(dy), *ids)
     assert_close(y, y_alone, F32_FORWARD, "y")
     for name, gradient in gradients.items():
         assert_close(gradient, gradients_alone[name], F32_GRADIENT, name)
@@ -119,9 +133,10 @@ def test_decoding_equals_one_device(build, axis_type):
 
 
 @pytest.mark.parametrize("build", [grouped_kda_layer, mla_layer, moe_layer])
-def test_nothing_is_gathered(build):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_nothing_is_gathered(build, axis_type):
     """Field case SH05 for layers: data and tensor parallelism sum partial results and gather nothing."""
-    layer, mesh = build(), make_mesh(dict(data=2, tensor=4))
+    layer, mesh = build(), make_mesh(dict(data=2, tensor=4), axis_type=axis_type)
     shard_model(layer, mesh)
     graphdef, state = nnx.split(layer)
     with jax.set_mesh(mesh):
