@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from kimi_jax import Aux, KimiLM, lm_loss, update_router_biases
-from kimi_jax.layers.mla import MLA
 from tests.kimi_jax.small_models import EXPERTS, forward, small_config, small_model, tokens_for
 from tests.support import F32_FORWARD, assert_close
 
@@ -87,6 +86,21 @@ def test_packing_equals_separate_documents_and_padding_means_nothing():
         assert_close(packed_logits[0][ids[0] == index], separate_logits[index][separate_ids[index] == 0], F32_FORWARD)
 
 
+def test_a_batch_may_be_a_constant_of_a_compiled_function():
+    model, run = mixed_model()
+    tokens, ids = tokens_for(model.config, 3, 20), jnp.asarray([[0] * 11 + [1] * 9] * 3)
+    assert_close(jax.jit(lambda: model(tokens, ids))(), run(tokens, ids), F32_FORWARD)
+    prompt, lengths, cache = tokens[:, :4], jnp.asarray([4, 2, 3]), model.init_cache(3, 5)
+    closed_over = jax.jit(lambda: model.extend(prompt, cache, lengths=lengths)[0])()
+    as_argument = jax.jit(lambda lengths: model.extend(prompt, cache, lengths=lengths)[0])(lengths)
+    assert_close(closed_over, as_argument, F32_FORWARD)
+    too_high, too_small = tokens + 32, model.init_cache(3, 3)
+    with pytest.raises(ValueError, match="tokens must lie in"):
+        jax.jit(lambda: model(too_high, ids))()
+    with pytest.raises(ValueError, match="room for 3 tokens per row"):
+        jax.jit(lambda: model.extend(prompt, too_small, lengths=lengths)[0])()
+
+
 def test_a_document_does_not_see_the_one_before_it():
     """Field case LY02 for the model: another first document changes the logits of the second by exactly nothing."""
     _, run = mixed_model()
@@ -117,15 +131,6 @@ def test_a_row_alone_equals_the_row_in_a_batch():
     together = run(tokens, ids)
     for row in (0, 2):
         assert_close(run(tokens[row : row + 1], ids[:1])[0], together[row], F32_FORWARD)
-
-
-def test_positions_do_not_matter_to_mla():
-    """Field case CK04: the "rope" slice is never rotated, so 100 empty positions in front change nothing."""
-    mla = MLA(32, num_heads=2, kv_lora_rank=16, qk_nope_dim=8, qk_rope_dim=8, v_dim=8, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (1, 9, 32))
-    shifted = jnp.concatenate([jnp.zeros((1, 100, 32)), x], axis=1)
-    ids = jnp.where(jnp.arange(109) < 100, -1, 0)[None]
-    assert_close(mla(shifted, ids)[0][:, 100:], mla(x)[0], 1e-6)
 
 
 def test_loss_predicts_within_documents_only():

@@ -95,7 +95,8 @@ def test_loss_and_each_gradient_equal_one_device(case):
 
 def resharded_shapes(hlo: str) -> set[tuple[int, ...]]:
     """Of everything that the program collects from or moves between devices (sums over devices aside)."""
-    results = re.findall(r"= ([^=]*?) (?:all-gather|all-to-all|ragged-all-to-all|collective-permute)(?:-start)?\(", hlo)
+    moves = "all-gather|all-to-all|ragged-all-to-all|collective-permute"
+    results = re.findall(rf" = (.*?) (?:{moves})(?:-start)?\(", hlo)
     shapes = [shape for result in results for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
     return {tuple(int(n) for n in shape.split(",") if n) for shape in shapes}
 

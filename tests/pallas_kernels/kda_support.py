@@ -10,6 +10,8 @@ import numpy as np
 from pallas_kernels import kda, kda_reference
 from tests.support import assert_close
 
+# Half the compile time, which is most of these tests; the golden vectors run at the default level.
+QUICK = {"xla_backend_optimization_level": 0}
 ARRAYS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
@@ -66,8 +68,11 @@ def _program(function, options: tuple, gradients: bool):
         return total, (out, state)
 
     if not gradients:
-        return jax.jit(lambda *a: (*loss(*a)[1], None))
-    return jax.jit(lambda *a: (lambda value, grads: (*value[1], grads))(*jax.value_and_grad(loss, has_aux=True)(*a)))
+        return jax.jit(lambda *a: (*loss(*a)[1], None), compiler_options=QUICK)
+    return jax.jit(
+        lambda *a: (lambda value, grads: (*value[1], grads))(*jax.value_and_grad(loss, has_aux=True)(*a)),
+        compiler_options=QUICK,
+    )
 
 
 def run(function, tokens: Tokens, dtype, *, ids=None, gradients=True, do=None, dS=None, **options):

@@ -8,7 +8,7 @@ from flax import nnx
 
 from kimi_jax.layers import MLA
 from tests.kimi_jax.layers.layer_support import call, inputs, randomise
-from tests.support import BF16_FORWARD, F32_FORWARD, F32_GRADIENT, assert_close
+from tests.support import BF16_FORWARD, F32_FORWARD, F32_GRADIENT, assert_close, rel_l2
 
 HIDDEN, HEADS, NOPE, ROPE, V, LATENT = 12, 3, 4, 2, 5, 6
 VARIANTS = {"kimi_linear": {}, "kimi_k3": dict(q_lora_rank=7, output_gate=True), "wide_values": dict(v_dim=9)}
@@ -100,6 +100,36 @@ def test_prefill_then_decode_equals_the_whole(variant):
     np.testing.assert_array_equal(cache.length, [10, 10])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shifted_positions_change_nothing(variant):
+    """Field case CK04. The layer is told no positions, so tokens are shifted by 100 by 100 rows of padding before them.
+
+    Bitwise in a row of one size (the keys before add exact zeros). The row without any padding sums in another order.
+    """
+    mla, x = layer(variant), inputs(2, 9, HIDDEN)
+
+    def shifted(by):
+        here = slice(by, by + 9)
+        row, ids = jnp.full((2, 128, HIDDEN), 7.0).at[:, here].set(x), jnp.full((2, 128), -1).at[:, here].set(0)
+        return call(mla, row, ids)[0][:, here]
+
+    np.testing.assert_array_equal(shifted(100), shifted(0))
+    assert_close(shifted(100), call(mla, x)[0], 1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_rotated(variant):
+    """Field case CK04, the part that a rotation fails (it too survives a shift of all): the order of keys is unseen."""
+    mla, x = layer(variant), inputs(2, 9, HIDDEN)
+    _, cache = call(mla, x[:, :8], cache=mla.init_cache(2, 9))
+    order = jnp.asarray([5, 2, 7, 0, 3, 6, 1, 4, 8])
+    keys_moved = cache._replace(k_rope=cache.k_rope[:, order])
+    all_moved = keys_moved._replace(latent=cache.latent[:, order])
+    y, y_all_moved, y_keys_moved = (call(mla, x[:, 8:], cache=c)[0] for c in (cache, all_moved, keys_moved))
+    assert_close(y_all_moved, y, F32_FORWARD)
+    assert rel_l2(y_keys_moved, y) > 1e-2
+
+
 def test_rows_of_different_lengths_share_a_cache():
     mla = layer()
     cache = mla.init_cache(3, 9)
@@ -127,7 +157,10 @@ def test_a_full_cache_is_refused():
     _, cache = call(mla, x, cache=mla.init_cache(2, 4))
     with pytest.raises(ValueError, match="room for 4 tokens per row, its longest row would have 6"):
         mla(x, cache=cache)
-    y, cache = call(mla, x, cache=cache, lengths=jnp.asarray([1, 2]))
+    lengths = jnp.asarray([1, 2])
+    with pytest.raises(ValueError, match="longest row would have 5"):
+        jax.jit(lambda x: mla(x, cache=cache, lengths=lengths)[0])(x)
+    y, cache = call(mla, x, cache=cache, lengths=lengths)
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,3 +99,20 @@ def test_the_cache_of_padded_prompts_decodes_the_same(kind, marked_by):
     decoded = jnp.concatenate(outputs, axis=1)
     for row in rows:
         assert_close(decoded[row], unpadded(kind)[row][1][PROMPTS[row] :], F32_FORWARD, f"decoding row {row}")
+
+
+@pytest.mark.parametrize("kind", ["kda", "mla"])
+def test_marks_may_be_constants_of_a_compiled_function(kind):
+    """Concrete arrays that jit closes over are checked like any other, and no check trips over being inside jit."""
+    attention, x, cache = layer(kind), inputs(2, 6, HIDDEN), empty(layer(kind), 2)
+    ids, lengths = jnp.asarray([[0, 0, 0, 0, 1, 1], [-1, 0, 0, 0, 0, 0]]), jnp.asarray([6, 4])
+    one_document = jnp.minimum(ids, 0)
+
+    def closed_over(*args, **kwargs):
+        return jax.jit(lambda x: attention(x, *args, **kwargs))(x)
+
+    for args in ((ids,), (one_document, cache)):
+        expected = call(attention, x, *args, lengths=lengths)
+        jax.tree.map(lambda a, b: assert_close(a, b, F32_FORWARD), closed_over(*args, lengths=lengths), expected)
+    with pytest.raises(ValueError, match="may only mark padding"):
+        closed_over(ids, cache)
