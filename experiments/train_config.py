@@ -44,7 +44,7 @@ class TrainConfig:
     batch_size: int = _setting(8, "Rows per step.")
     seed: int = _setting(0, "Seed of the initial parameters, the order of the data and the samples.")
 
-    steps: int = _setting(1000, "Length of the run in optimiser steps.")
+    steps: int = _setting(800, "Length of the run in optimiser steps.")
     optimizer: str = _setting(
         "muon", "'muon' (matrices by Muon, the rest by AdamW) or 'adamw'.", choices=("muon", "adamw")
     )
@@ -70,9 +70,9 @@ class TrainConfig:
         "", "Devices to spread over, for example 'data=2,tensor=4' (axes: data, fsdp, tensor). Empty: one.", free=True
     )
 
-    eval_every: int = _setting(250, "Steps between evaluations; one always ends the run. 0: only that one.", free=True)
+    eval_every: int = _setting(200, "Steps between evaluations; one always ends the run. 0: only that one.", free=True)
     eval_tokens: int = _setting(1 << 17, "How much of the validation text an evaluation reads, in tokens.", free=True)
-    checkpoint_every: int = _setting(250, "Steps between checkpoints; one always ends the run.", free=True)
+    checkpoint_every: int = _setting(200, "Steps between checkpoints; one always ends the run.", free=True)
     keep_checkpoints: int = _setting(2, "How many of the latest checkpoints stay on disk.", free=True)
     sample_tokens: int = _setting(400, "Length of the sample that ends the run; 0: none.", free=True)
     prompt: str = _setting("import os\n\n\nclass ", "How the sample begins.", free=True)
