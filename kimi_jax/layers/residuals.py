@@ -17,14 +17,16 @@ Sub-layer outputs are raw: mix -> PreNorm -> sub-layer -> add. Before the final 
 
 import dataclasses
 import math
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import attn_res
+from pallas_kernels.attn_res.xla import mix_rows
 
-from .parameters import at_least_float32, ones
+from .parameters import ones
 
 
 class DepthMix(nnx.Module):
@@ -40,12 +42,7 @@ class DepthMix(nnx.Module):
         query, key_scale = self.query[...], self.key_scale[...]
         if state.count is None:
             return attn_res((*state.bank, state.sum), query, key_scale, eps=self.eps)
-        # In two phases, since the bank is one buffer here and the sum is not in it.
-        banked, lse = attn_res(state.bank, query, key_scale, count=state.count, eps=self.eps, return_lse=True)
-        _, logit = attn_res((state.sum,), query, key_scale, eps=self.eps, return_lse=True)
-        share = jax.nn.sigmoid(logit - lse)[..., None]
-        wide = at_least_float32(banked.dtype)
-        return (banked.astype(wide) * (1 - share) + state.sum.astype(wide) * share).astype(banked.dtype)
+        return mix_rows((state.sum, *state.bank), query, key_scale, count=state.count + 1, eps=self.eps)
 
 
 @jax.tree_util.register_dataclass
@@ -53,15 +50,20 @@ class DepthMix(nnx.Module):
 class DepthState:
     """What travels through the depth. A value, never changed in place: recomputing a layer cannot append twice.
 
-    bank: a tuple of arrays [..., D] (no copies are made as it grows), or under a scan over layers one buffer
-      [rows, ..., D] of which the first `count` rows are live.
-    sum: [..., D]. depth: the number of sub-layers added so far, known while tracing.
+    Attributes:
+        bank: rows [..., D]. Rows stay arrays of their own, under a scan too: no copies are made as the bank grows, and
+            in the backward pass every row has one cotangent, to which the sites add in turn.
+        sum: [..., D], the block that still grows.
+        count: under a scan over layers the bank has all its rows from the start, the first `count` of them live.
+        depth: the number of sub-layers added so far, known while tracing.
+        replayed: the bank is a later one: rows that are to be added are there already.
     """
 
-    bank: tuple[jax.Array, ...] | jax.Array
+    bank: tuple[jax.Array, ...]
     sum: jax.Array
     count: jax.Array | None = None
     depth: int = dataclasses.field(default=0, metadata=dict(static=True))
+    replayed: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +99,20 @@ class BlockAttnRes:
             return dataclasses.replace(state, sum=state.sum + output, depth=depth)
         if state.count is None:
             return DepthState((*state.bank, state.sum), output, depth=depth)
-        bank = jax.lax.dynamic_update_index_in_dim(state.bank, state.sum, state.count, axis=0)
-        return DepthState(bank, output, state.count + 1, depth)
+        bank = _put_row(state.replayed, state.bank, state.sum, state.count)
+        return dataclasses.replace(state, bank=bank, sum=output, count=state.count + 1, depth=depth)
 
-    def to_buffer(self, state: DepthState, rows: int) -> DepthState:
-        """The same state with the bank as one buffer of that many rows, for a scan over layers."""
+    def before_scan(self, state: DepthState, depth: int) -> DepthState:
+        """The same state, with room for the rows that there will be after `depth` sub-layers in all."""
+        rows, live = self.bank_rows(depth), len(state.bank)
         if not rows:
             return state
-        pad = [jnp.zeros_like(state.sum)] * (rows - len(state.bank))
-        return dataclasses.replace(state, bank=jnp.stack([*state.bank, *pad]), count=jnp.int32(len(state.bank)))
+        bank = state.bank + (jnp.zeros_like(state.sum),) * (rows - live)
+        return dataclasses.replace(state, bank=bank, count=jnp.int32(live))
 
-    def from_buffer(self, state: DepthState, depth: int) -> DepthState:
-        """Back to a tuple, after `depth` sub-layers in all."""
-        bank = tuple(state.bank[row] for row in range(self.bank_rows(depth)))
-        return DepthState(bank, state.sum, depth=depth)
+    def after_scan(self, state: DepthState, depth: int) -> DepthState:
+        """With all of these rows live, after `depth` sub-layers in all."""
+        return DepthState(state.bank, state.sum, depth=depth)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,3 +146,21 @@ def make_residual(kind: str, block_size: int) -> BlockAttnRes:
     if kind not in kinds:
         raise ValueError(f"residual={kind!r} is not allowed: one of {tuple(kinds)}")
     return kinds[kind]()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _put_row(replayed: bool, bank, row, index):
+    """The bank with `row` at `index`, where a `replayed` one has it already."""
+    return bank if replayed else tuple(jnp.where(index == i, row, old) for i, old in enumerate(bank))
+
+
+def _put_row_forward(replayed, bank, row, index):
+    return _put_row(replayed, bank, row, index), index
+
+
+def _put_row_backward(replayed, index, bank_bar):
+    row_bar = reduce(jnp.add, [jnp.where(index == i, bar, 0) for i, bar in enumerate(bank_bar)])
+    return tuple(jnp.where(index == i, 0, bar) for i, bar in enumerate(bank_bar)), row_bar, None
+
+
+_put_row.defvjp(_put_row_forward, _put_row_backward)

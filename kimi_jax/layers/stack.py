@@ -3,13 +3,16 @@
 Layers that repeat with a period (K3: twelve layers from one bank row to the next) are stored as one group with stacked
 parameters and scanned, so that compile time does not grow with depth. Layers before and after stay as they are.
 
-remat: "none"   keep everything
-       "layer"  keep the running sum at every layer, recompute inside it
-       "dots"   as "layer", but keep the results of matrix products too
-       "block"  keep the running sum at every AttnRes block (unrolled) or scanned group, recompute inside it
+Of the choices of `remat`,
+
+* "none" keeps everything;
+* "layer" keeps the running sum at every layer and recomputes inside it;
+* "dots" is "layer", but keeps the results of matrix products too;
+* "block" keeps the running sum at every AttnRes block (unrolled) or scanned group and recomputes inside it.
+
 With "layer" and "block" the bank of AttnRes is kept once, not per layer: unrolled, every layer refers to the same
 arrays; scanned, the backward pass reads the final bank, of which the bank at any depth is a prefix (see
-`_scan_with_recompute`; layers after the scan keep its rows once more).
+`_scan_with_recompute`).
 """
 
 import dataclasses
@@ -165,7 +168,7 @@ class LayerStack(nnx.Module):
     def _run_groups(self, state, ids, caches, lengths):
         rep, residual = self.repetition, self.residual
         graphdefs, params = zip(*map(nnx.split, self.group), strict=True)
-        state = residual.to_buffer(state, rows=residual.bank_rows(2 * rep.end))
+        state = residual.before_scan(state, depth=2 * rep.end)
         if caches is None and self.remat in ("layer", "block"):
             pieces = [slice(0, rep.period)] if self.remat == "block" else [slice(i, i + 1) for i in range(rep.period)]
             state, loads = _scan_with_recompute(graphdefs, pieces, params, state, ids)
@@ -180,7 +183,7 @@ class LayerStack(nnx.Module):
             state, (caches, loads) = jax.lax.scan(step, state, (params, caches))
         if loads:  # per position [groups, E] -> in layer order
             loads = [jnp.stack(loads, axis=1).reshape(-1, loads[0].shape[-1])]
-        return residual.from_buffer(state, depth=2 * rep.end), caches, loads
+        return residual.after_scan(state, depth=2 * rep.end), caches, loads
 
 
 def _call_layers(layers, state, ids, caches=None, lengths=None):
@@ -211,8 +214,8 @@ def _scan_with_recompute(graphdefs, pieces, params, state, ids):
     are recomputed together.
     """
 
-    def run_piece(piece, params, bank, sum_, count, ids):
-        before = DepthState(bank, sum_, count, depth=state.depth + 2 * piece.start)
+    def run_piece(piece, params, bank, sum_, count, ids, replayed=False):
+        before = DepthState(bank, sum_, count, state.depth + 2 * piece.start, replayed)
         after, _, loads = _call_layers(_merge(graphdefs[piece], params), before, ids)
         return after.bank, after.sum, after.count, loads
 
@@ -247,10 +250,11 @@ def _scan_with_recompute(graphdefs, pieces, params, state, ids):
 
         def pull_back(piece, params, sum_, count, bars):
             def call(params, bank, sum_):
-                return run_piece(piece, params, bank, sum_, count, ids)[:2]
+                return run_piece(piece, params, bank, sum_, count, ids, replayed=True)[:2]
 
             piece_bar, *bars = jax.vjp(call, params[piece], final_bank, sum_)[1](bars)
-            return tuple(bars), piece_bar
+            # All of them before anything of the piece before: else the bank's may wait, with all that they need.
+            return jax.lax.optimization_barrier(tuple(bars)), piece_bar
 
         (bank_bar, sum_bar), params_bar = jax.lax.scan(step, (bank_bar, sum_bar), (params, kept), reverse=True)
         return params_bar, bank_bar, sum_bar, None, None
