@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import attn_res
-from pallas_kernels.attn_res.xla import mix_rows
 
 from .parameters import ones
 
@@ -42,7 +41,7 @@ class DepthMix(nnx.Module):
         query, key_scale = self.query[...], self.key_scale[...]
         if state.count is None:
             return attn_res((*state.bank, state.sum), query, key_scale, eps=self.eps)
-        return mix_rows((state.sum, *state.bank), query, key_scale, count=state.count + 1, eps=self.eps)
+        return attn_res((state.sum, *state.bank), query, key_scale, count=state.count + 1, eps=self.eps)
 
 
 @jax.tree_util.register_dataclass

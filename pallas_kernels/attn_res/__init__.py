@@ -43,10 +43,11 @@ def attn_res(
         copied or stacked.
       query: `[D]`.
       key_scale: `[D]`, the gain of the keys' RMSNorm; None is a gain of 1.
-      count: only with a buffer: its first `count` rows are live, the others take no part, get exactly zero gradient
-        and may hold anything, NaN included. A python int, or a traced integer scalar from 1 to N (outside of that
-        range a traced count is not detected: below 1 the mixture is NaN, above N all rows are live). Changing a
-        traced count never recompiles.
+      count: the first `count` sources are live, the others take no part, get exactly zero gradient and may hold
+        anything, NaN included. A python int, or a traced integer scalar from 1 to N (outside of that range a traced
+        count is not detected: below 1 the mixture is NaN, above N all are live). Changing a traced count never
+        recompiles. With it, a bank of fixed size can be carried through a scan: as one buffer, or as a tuple of rows,
+        whose cotangents are then rows as well.
       output_scale: `[D]`, the gain of an RMSNorm to apply to the mixture before it is rounded, with the same eps
         (a sub-layer's PreNorm, fused); None applies no norm.
       eps: a Python number >= 0, added to the mean square.

@@ -15,7 +15,7 @@ class Inputs(NamedTuple):
     sources: tuple[jax.Array, ...] | jax.Array  # N arrays [..., D], or one buffer [N, ..., D]
     query: jax.Array  # [D]
     key_scale: jax.Array | None  # [D]
-    count: int | jax.Array | None  # live rows of a buffer: a python int where known, else a traced scalar
+    count: int | jax.Array | None  # live sources: a python int where known, else a traced scalar
     output_scale: jax.Array | None  # [D]
     eps: float
 
@@ -52,11 +52,9 @@ def check_inputs(sources, query, key_scale=None, *, count=None, output_scale=Non
                 )
         if first.ndim < 1:
             raise ValueError("sources are scalars; each must have shape [..., D]")
-        if count is not None:
-            raise ValueError(
-                f"count={count} was given with a sequence of {len(sources)} sources; count counts the live rows of a "
-                "buffer [N, ..., D]: pass a buffer, or leave count out and pass only the live sources"
-            )
+        count = _check_count(count, len(sources))
+        if isinstance(count, int):
+            sources, count = sources[:count], None
         dim = first.shape[-1]
     else:
         sources = _array("sources", sources)
@@ -101,7 +99,7 @@ def _check_count(count, rows: int) -> int | jax.Array | None:
     except TypeError:
         raise ValueError(f"count={count!r}; it must be a python int or an integer scalar") from None
     if not 1 <= known <= rows:
-        raise ValueError(f"count={known}; the buffer has {rows} rows, so it must be from 1 to {rows}")
+        raise ValueError(f"count={known}; the sources have {rows} rows, so it must be from 1 to {rows}")
     return known
 
 

@@ -46,15 +46,6 @@ def mix_xla(inputs: Inputs, return_lse: bool) -> jax.Array | tuple[jax.Array, ja
     return (mixture, lse) if return_lse else mixture
 
 
-def mix_rows(sources: tuple[jax.Array, ...], query, key_scale, *, count: jax.Array, eps: float) -> jax.Array:
-    """The mixture of the first `count` (traced) of separate arrays, where `attn_res` takes a count with a buffer only.
-
-    For a bank that a scan carries: the cotangent of a buffer is a whole buffer at every site, that of a row is a row.
-    The caller vouches for what `check_inputs` would check.
-    """
-    return mix_xla(Inputs(sources, query, key_scale, count, None, eps), return_lse=False)
-
-
 class _Static(NamedTuple):
     eps: float
     dtype: jnp.dtype  # of all arithmetic

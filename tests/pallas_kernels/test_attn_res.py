@@ -317,26 +317,25 @@ def test_field_AR05_checkpoint_around_each_site(form, remat):
         assert_close(a, b, F32_FORWARD, name)
 
 
-# --- a buffer with a live count ------------------------------------------------------------------------------------
+# --- a live count ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dead_rows_may_hold_anything(backend, traced, norm):
+def test_dead_rows_may_hold_anything(backend, form, traced, norm):
     """NaN, infinity, and zeros where eps is 0, whose norm has no inverse."""
     problem = make_problem(6)
     problem.sources[3:] = np.reshape([np.nan, np.inf, 0.0], (3, 1, 1, 1))
     live = problem._replace(sources=problem.sources[:3])
-    want = value_and_grads(live, jnp.float32, "buffer", backend, norm, eps=0.0)
-    if traced:
-        run = jax.jit(
-            lambda count: value_and_grads(problem, jnp.float32, "buffer", backend, norm, count=count, eps=0.0)
-        )
-        got = run(3)
-    else:
-        got = value_and_grads(problem, jnp.float32, "buffer", backend, norm, count=3, eps=0.0)
-    np.testing.assert_array_equal(got[2]["sources"][3:], 0)
+    want = value_and_grads(live, jnp.float32, form, backend, norm, eps=0.0)
+
+    def run(count):
+        return value_and_grads(problem, jnp.float32, form, backend, norm, count=count, eps=0.0)
+
+    got = jax.jit(run)(3) if traced else run(3)
+    np.testing.assert_array_equal(np.stack(got[2]["sources"][3:]), 0)
     got[2]["sources"] = got[2]["sources"][:3]
     chex.assert_tree_all_finite(got)
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)

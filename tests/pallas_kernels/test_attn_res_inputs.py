@@ -39,7 +39,7 @@ BAD = [
     Bad("count_concrete_array", (GOOD, Q), r"count=4.*from 1 to 3", {"count": jnp.int32(4)}),
     Bad("count_float", (GOOD, Q), r"count=2\.0.*integer", {"count": 2.0}),
     Bad("count_vector", (GOOD, Q), r"count=.*integer scalar", {"count": np.array([1, 2])}),
-    Bad("count_sequence", (list(GOOD), Q), r"count=2 was given with a sequence of 3", {"count": 2}),
+    Bad("count_beyond_sequence", (list(GOOD), Q), r"count=4.*3 rows.*from 1 to 3", {"count": 4}),
     Bad("eps_negative", (GOOD, Q), r"eps=-1.*>= 0", {"eps": -1.0}),
     Bad("eps_nan", (GOOD, Q), r"eps=nan.*finite", {"eps": float("nan")}),
 ]
