@@ -285,9 +285,10 @@ class Peak(NamedTuple):
 
 
 # The field case asks for 1.15. Reached: unrolled, in float32 on CPU. Elsewhere the bounds are what was measured, plus
-# a little: unrolled in bfloat16 for TPU 1.24, since the mixes' float32 copies of rows are written out and fragment the
-# heap; under a scan 1.71 (CPU) and 2.16 (TPU), since the compilers also copy the bank that the loops carry.
-PEAKS = [Peak("cpu", False, 1.15), Peak("cpu", True, 1.8), Peak("tpu", False, 1.3), Peak("tpu", True, 2.3)]
+# a little: under a scan 1.71 (CPU) and 2.16 (TPU, bfloat16), since the compilers also copy the bank that the loops
+# carry. peak_on_tpu(scan=False) is 1.24, probably since float32 copies of rows fragment the heap; it takes over two
+# minutes to compile and is left out of the suite.
+PEAKS = [Peak("cpu", False, 1.15), Peak("cpu", True, 1.8), Peak("tpu", True, 2.3)]
 
 
 @pytest.mark.slow
