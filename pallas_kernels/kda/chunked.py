@@ -63,7 +63,7 @@ class Settings(NamedTuple):
     chunk: int
     group_chunks: int
     precision: jax.lax.Precision
-    exact: bool  # no input is narrower than float32
+    exact: bool  # none of q, k and v is narrower than float32
 
 
 class Inputs(NamedTuple):
@@ -113,7 +113,7 @@ def _chunked_fwd(settings, inputs, segment_ids):
 
 
 def _forward(settings, inputs, segment_ids):
-    """Output, final state, and the state that each group but the first begins with [groups - 1, B, HV, K, V]."""
+    """Output, final state, and the state that each group begins with [groups, B, HV, K, V]."""
     B, T = inputs.q.shape[:2]
     layout, groups = plan(segment_ids, B, T, settings.num_segments, settings.chunk, settings.group_chunks)
 
@@ -305,7 +305,7 @@ def _normalise_vjp(x, dy):
 
 
 class Terms(NamedTuple):
-    """What a chunk needs besides the state; names as at the top. Without erase the last six are None."""
+    """What a chunk needs besides the state; names as at the top. Without erase the last four are None."""
 
     factors: list  # exponentials of the levels, each [N,B,HV,C,K]
     decay_in: jax.Array  # e^G

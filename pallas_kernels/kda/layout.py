@@ -49,7 +49,7 @@ def plan(
         pad = ((0, 0), (0, total - T))
         return Layout(jnp.pad(valid, pad), jnp.pad(starts, pad), None, None, None), groups
 
-    # Comparisons and sums rather than scatters: they partition over rows on any mesh.
+    # Everything is per row, so that it partitions over rows on any mesh; the one scatter, for source, is a vmap.
     mine = (segment_ids[:, None, :] == jnp.arange(slots)[:, None]) & valid[:, None, :]  # [B, S, T]
     length = jnp.sum(mine, axis=-1, dtype=jnp.int32)
     used = -(-length // chunk)

@@ -20,7 +20,6 @@ from kimi_jax.layers.stack import LayerStack, Repetition, find_repetition
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 D, LAYERS = 8, 6
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 RESIDUALS = {"standard": StandardResidual(), "full": FullAttnRes(), "block4": BlockAttnRes(4)}
 
 
@@ -97,7 +96,7 @@ def run(stack, x, ids, cotangent):
         sources = jnp.stack([*state.bank, state.sum])  # every bank row is read again at the end
         return jnp.sum(sources * cotangent[: len(sources)]), (sources, loads)
 
-    gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), compiler_options=QUICK_COMPILE)
+    gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, (sources, loads)), (bars, x_bar) = gradients(params, x)
     return sources, loads, per_layer(stack, bars), x_bar
 
