@@ -1,8 +1,11 @@
 """KDA and AttnRes as pure functions on arrays. Needs jax alone.
 
 Kimi Delta Attention: `kda`, `kda_step`, `kda_reference`, its gates, and the lineage (`linear_attention`, `delta_net`,
-`gated_delta_net`). Attention Residuals: `attn_res`, `attn_res_reference`. `which_backend` says what would run.
+`gated_delta_net`); `sharded` for meshes with Auto axes. Attention Residuals: `attn_res`, `attn_res_reference`.
+`which_backend` says what would run.
 """
+
+from functools import partial
 
 from .attn_res import attn_res, attn_res_reference
 from .attn_res import backend_of as which_attn_res_backend
@@ -16,6 +19,7 @@ from .kda import (
     kda_step,
     linear_attention,
     segment_ids_from_cu_seqlens,
+    sharded,
     softplus_gate,
     which_kda_backend,
 )
@@ -32,6 +36,7 @@ __all__ = [
     "kda_step",
     "linear_attention",
     "segment_ids_from_cu_seqlens",
+    "sharded",
     "softplus_gate",
     "which_backend",
 ]
@@ -39,7 +44,7 @@ __all__ = [
 _CHOICES = {
     "kda": which_kda_backend,
     "kda_step": which_kda_backend,
-    "linear_attention": which_kda_backend,
+    "linear_attention": partial(which_kda_backend, erase=False),
     "attn_res": which_attn_res_backend,
 }
 

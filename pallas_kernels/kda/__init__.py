@@ -4,7 +4,9 @@ Axes: B batch, T tokens, H heads of q and k, HV value heads (a multiple of H), K
 Log-decays are natural logarithms. States are [B, HV, K, V], K before V.
 """
 
-from typing import NamedTuple
+import functools
+import logging
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,11 @@ import numpy as np
 from .check import BACKENDS, check_activations, check_kda, check_step, describe, scale_of
 from .chunked import chunked_kda
 from .gates import bounded_gate, gate_parameters, softplus_gate
-from .mesh import place_alike
+from .mesh import over_shards, place_alike
+from .mesh_wrapper import sharded
+from .mosaic_tpu import sequence_limits, target, tpu_sequence, tpu_step_limits, tpu_token
 from .reference import compute_dtype, scan_tokens
+from .result import KDAResult
 from .step import step_token
 
 __all__ = [
@@ -27,16 +32,10 @@ __all__ = [
     "kda_step",
     "linear_attention",
     "segment_ids_from_cu_seqlens",
+    "sharded",
     "softplus_gate",
     "which_kda_backend",
 ]
-
-
-class KDAResult(NamedTuple):
-    """output `[B, T, HV, V]` (no T for one step) in v's dtype, and the state after the last token."""
-
-    output: jax.Array
-    state: jax.Array
 
 
 def kda(
@@ -84,7 +83,8 @@ def kda(
         qk_l2norm: q and k become x * rsqrt(sum x^2 + 1e-6) per head, before scale.
         beta_sigmoid: beta is a logit.
         chunk_size: 16, 32, 64 or 128 tokens are worked on at once.
-        backend: "auto", "reference" (token scan) or "xla" (chunkwise). The results agree to rounding.
+        backend: "auto", "reference" (token scan), "xla" (chunkwise) or "mosaic_tpu" (its TPU kernels, which "auto"
+            takes on a TPU where they serve the call). The results agree to rounding.
 
     Returns:
         KDAResult: output `[B, T, HV, V]` in v's dtype and state, float32 (float64 if any input is).
@@ -92,7 +92,7 @@ def kda(
 
     Raises:
         ValueError: for shapes, dtypes, options or concrete values that are not allowed, naming the argument.
-        NotImplementedError: for a backend that exists by name and has no kernel yet.
+        NotImplementedError: for a named kernel that cannot serve the call, saying why.
 
     Differentiable in reverse mode for every array argument, A_log, dt_bias and initial_state included, and for a
     cotangent of the state. Forward mode raises jax's own error, since the backward is written by hand.
@@ -209,18 +209,21 @@ def kda_step(
     q, k, v, g, beta, state, A_log, dt_bias, slots = arrays
     check_step(q, k, v, g, beta, state, slots=slots, backend=backend)
     check_activations(gate, A_log, dt_bias, lower_bound, g, slots)
-    _choose(backend)
+    backend = _choose(backend, partial(_step_limits, q, k, v, g, beta, state))
     A_log, dt_bias = gate_parameters(g, A_log, dt_bias) if gate != "log" else (None, None)
     if q.shape[0] == 0:
         return KDAResult(jnp.zeros_like(v), state)
-    q, k, v, g, beta, state, slots, A_log, dt_bias = place_alike(
-        (q, k, v, g, beta, state, slots, A_log, dt_bias),
-        ("BHK", "BHK", "BHV", "BHK", "BH", "BHKV" if slots is None else "PHKV", "B", "H", "HK"),
-    )
-    activations = (gate, A_log, dt_bias, lower_bound, qk_l2norm, beta_sigmoid)
-    return KDAResult(
-        *step_token(q, k, v, g, beta, state, scale=scale_of(scale, q.shape[-1]), slots=slots, activations=activations)
-    )
+    axes = ("BHK", "BHK", "BHV", "BHK", "BH", "BHKV" if slots is None else "PHKV", "B", "H", "HK")
+    arrays = place_alike((q, k, v, g, beta, state, slots, A_log, dt_bias), axes)
+
+    def one_token(q, k, v, g, beta, state, slots, A_log, dt_bias):
+        run = tpu_token if backend == "mosaic_tpu" else step_token
+        activations = (gate, A_log, dt_bias, lower_bound, qk_l2norm, beta_sigmoid)
+        return run(q, k, v, g, beta, state, scale=scale_of(scale, q.shape[-1]), slots=slots, activations=activations)
+
+    if backend == "mosaic_tpu":
+        return KDAResult(*over_shards(one_token, arrays, axes, ("BHV", axes[5])))
+    return KDAResult(*one_token(*arrays))
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, T: int) -> jax.Array:
@@ -243,24 +246,67 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, T: int) -> jax.Array:
     return jnp.where(t < cu[-1], ids, -1)[None]
 
 
-def which_kda_backend(q, k, v, g, beta, *state, platform: str | None = None, backend: str = "auto", **options) -> str:
+def which_kda_backend(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    *state,
+    platform: str | None = None,
+    backend: str = "auto",
+    chunk_size: int = 64,
+    initial_state=None,
+    erase: bool = True,
+    **options,
+) -> str:
     """What `backend` would run for these arguments of kda, kda_step or linear_attention, without running it.
 
-    platform names another machine ("cpu", "gpu", "tpu"); today every platform runs "xla".
+    platform names another machine ("cpu", "gpu", "tpu"; its newest generation is meant); None is the abstract mesh's
+    device, else this machine's.
     """
     if platform not in (None, "cpu", "gpu", "cuda", "rocm", "tpu"):
         raise ValueError(f"platform: got {platform!r}; allowed is None, 'cpu', 'gpu', 'cuda', 'rocm' or 'tpu'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}; allowed is one of {', '.join(map(repr, BACKENDS))}")
-    return _choose(backend)
+    if q.ndim == 3:
+        return _choose(backend, partial(_step_limits, q, k, v, g, beta, *state), platform)
+    limits = partial(_sequence_limits, q, k, v, g, beta, initial_state, chunk_size=chunk_size, erase=erase)
+    return _choose(backend, limits, platform)
 
 
-def _choose(backend: str) -> str:
-    if backend in ("mosaic_tpu", "mosaic_gpu"):
+def _choose(backend: str, tpu_limits, platform: str | None = None) -> str:
+    """The backend that runs. tpu_limits(kind) says why the TPU kernels cannot, or None."""
+    if backend == "mosaic_gpu":
         raise NotImplementedError(
-            f"backend {backend!r} has no kernel yet; backend='xla' serves every shape on every device"
+            "backend 'mosaic_gpu' has no kernel yet; backend='xla' serves every shape on every device"
         )
-    return "xla" if backend == "auto" else backend
+    platform, kind = target(platform)
+    if backend == "mosaic_tpu":
+        if limit := tpu_limits(kind if platform == "tpu" else None):
+            raise NotImplementedError(f"backend 'mosaic_tpu': {limit}; backend='xla' serves every call on every device")
+        return backend
+    if backend != "auto":
+        return backend
+    if platform != "tpu":
+        return "xla"
+    if limit := tpu_limits(kind):
+        _say_once(f"kda falls back to the XLA path: {limit}")
+        return "xla"
+    return "mosaic_tpu"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("absl").warning(message)
+
+
+def _sequence_limits(q, k, v, g, beta, initial_state, kind, *, chunk_size, erase):
+    return sequence_limits((q, k, v, g, beta, initial_state), chunk_size=chunk_size, erase=erase, kind=kind)
+
+
+def _step_limits(q, k, v, g, beta, state, kind):
+    return tpu_step_limits((q, k, v, g, beta), state, kind=kind)
 
 
 def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, activations, chunk_size, backend, erase):
@@ -272,23 +318,33 @@ def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, a
     check_activations(gate, A_log, dt_bias, rest[0], g, segment_ids)
     if gate != "log":
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-    run = scan_tokens if _choose(backend) == "reference" else chunked_kda
+    limits = partial(_sequence_limits, q, k, v, g, beta, initial_state, chunk_size=chunk_size, erase=erase)
+    backend = _choose(backend, limits)
     B, T, _, K = q.shape
     if B == 0 or T == 0:  # nothing to compute: the state passes by
         shape = (B, *(() if num_segments is None else (num_segments,)), v.shape[2], K, v.shape[3])
         dtype = compute_dtype(q, k, v, g, beta, initial_state)
         state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
         return KDAResult(jnp.zeros_like(v), state)
-    q, k, v, g, beta, initial_state, segment_ids, A_log, dt_bias = place_alike(
-        (q, k, v, g, beta, initial_state, segment_ids, A_log, dt_bias),
-        ("BTHK", "BTHK", "BTHV", "BTHK", "BTH", "BHKV" if num_segments is None else "BSHKV", "BT", "H", "HK"),
-    )
-    options = {} if run is scan_tokens else {"chunk_size": chunk_size}
-    out, state = run(
-        q, k, v, g, beta, scale=scale_of(scale, K), initial_state=initial_state, segment_ids=segment_ids,
-        num_segments=num_segments, activations=(gate, A_log, dt_bias, *rest), erase=erase, **options,
-    )  # fmt: skip
-    return KDAResult(out, state)
+    state_axes = "BHKV" if num_segments is None else "BSHKV"
+    axes = ("BTHK", "BTHK", "BTHV", "BTHK", "BTH", state_axes, "BT", "H", "HK")
+    arrays = place_alike((q, k, v, g, beta, initial_state, segment_ids, A_log, dt_bias), axes)
+
+    def tokens(q, k, v, g, beta, initial_state, segment_ids, A_log, dt_bias):
+        activations = (gate, A_log, dt_bias, *rest)
+        options = dict(
+            scale=scale_of(scale, K), initial_state=initial_state, segment_ids=segment_ids, num_segments=num_segments,
+            activations=activations,
+        )  # fmt: skip
+        if backend == "mosaic_tpu":
+            return tpu_sequence(q, k, v, g, beta, **options)
+        if backend == "reference":
+            return scan_tokens(q, k, v, g, beta, erase=erase, **options)
+        return chunked_kda(q, k, v, g, beta, erase=erase, chunk_size=chunk_size, **options)
+
+    if backend == "mosaic_tpu":
+        return KDAResult(*over_shards(tokens, arrays, axes, ("BTHV", state_axes)))
+    return KDAResult(*tokens(*arrays))
 
 
 def _per_channel(g, v, q):

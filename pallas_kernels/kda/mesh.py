@@ -6,12 +6,23 @@ shard_map the type says over which axes an array varies, with the same two conse
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["laid_as", "place_alike", "repeat_heads", "row_sharding", "vary", "varying"]
+__all__ = [
+    "laid_as",
+    "over_shards",
+    "place_alike",
+    "repeat_heads",
+    "row_sharding",
+    "same_axes",
+    "split",
+    "vary",
+    "varying",
+]
 
 
 def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
@@ -21,7 +32,7 @@ def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
     but B, H and P (the slots of a pool) is gathered. q and k with too few heads to be split like v's are repeated to
     one per value head.
     """
-    arrays = _same_axes(arrays)
+    arrays = same_axes(arrays)
     shardings = [None if x is None else jax.typeof(x).sharding for x in arrays]
     specs = [{} if s is None else dict(zip(n, s.spec, strict=True)) for s, n in zip(shardings, axes, strict=True)]
     mesh = next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
@@ -40,6 +51,42 @@ def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
         q, k = (repeat_heads(place(x, axes[0], {}, None), group, axis=x.ndim - 2) for x in (q, k))
     arrays = (q, k, *arrays[2:])
     return tuple(None if x is None else place(x, n, s, heads) for x, n, s in zip(arrays, axes, specs, strict=True))
+
+
+def over_shards(run: Callable, arrays: tuple, axes: tuple[str, ...], out_axes: tuple[str, ...]) -> tuple:
+    """run(*arrays), each device on its own rows and heads where the arrays (out of `place_alike`) lie on Explicit axes.
+
+    For a run that XLA cannot split: a kernel.
+    """
+    shardings = [None if x is None else jax.typeof(x).sharding for x in arrays]
+    mesh = next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
+    if mesh is None:
+        return run(*arrays)
+    placed = [dict(zip(n, s.spec, strict=True)) for s, n in zip(shardings, axes, strict=True) if s is not None]
+    layout = {axis: next((s[axis] for s in placed if s.get(axis) is not None), None) for axis in "BH"}
+    return split(run, arrays, axes, out_axes, layout)
+
+
+def split(
+    run: Callable,
+    arrays: tuple,
+    axes: tuple[str, ...],
+    out_axes: tuple[str, ...],
+    layout: dict[str, object],
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple:
+    """run(*arrays) in a shard_map that cuts the axes named in layout, such as {"B": "data", "H": "tensor"}."""
+    spec = lambda names: PartitionSpec(*(layout.get(axis) for axis in names))  # noqa: E731
+    present = [x is not None for x in arrays]
+    specs = tuple(spec(n) for n, there in zip(axes, present, strict=True) if there)
+
+    def local(*parts):
+        parts = iter(same_axes(parts))
+        return run(*(next(parts) if there else None for there in present))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=tuple(map(spec, out_axes)))(
+        *(x for x in arrays if x is not None)
+    )
 
 
 def row_sharding(rows, pool):
@@ -70,7 +117,7 @@ def laid_as(cotangent, primal):
     return jax.sharding.reshard(cotangent, sharding) if AxisType.Explicit in sharding.mesh.axis_types else cotangent
 
 
-def _same_axes(arrays):
+def same_axes(arrays):
     """Inside shard_map: every array varying over the axes that any of them varies over.
 
     The transpose of this cast is the sum over the mesh that a replicated A_log or initial state needs.
