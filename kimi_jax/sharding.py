@@ -21,6 +21,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import sharded
+
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -111,6 +113,18 @@ def spread(x: jax.Array, shape: Sequence[int], *names: str | None) -> jax.Array:
         return jnp.broadcast_to(x, shape)
     spec = _fit(spec, shape, names)
     return _place(jnp.broadcast_to(x, shape, out_sharding=_out_sharding(spec)), spec)
+
+
+def per_shard(function: Callable, rows: int) -> Callable:
+    """kda or kda_step such that every device computes its own rows and heads, on a mesh with Auto axes too.
+
+    On Explicit axes the functions see how their arguments lie; on Auto ones they have to be told, since the compiler
+    cannot split a kernel. A number of rows that the mesh does not divide is left whole.
+    """
+    if not any(jax.sharding.get_abstract_mesh().shape[axis] > 1 for axis in _axes_of_kind(AxisType.Auto)):
+        return function
+    batch, heads = current_spec(("batch", "heads"))
+    return sharded(function, batch=_fit(P(batch), (rows,), ("batch",))[0], heads=heads)
 
 
 def gathered(w: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:

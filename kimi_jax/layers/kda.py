@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kimi_jax.sharding import constrain, project
+from kimi_jax.sharding import constrain, per_shard, project
 from pallas_kernels import kda, kda_step
 
 from .norms import GatedRMSNorm
@@ -190,12 +190,13 @@ class KDALayer(nnx.Module):
             beta_sigmoid=True,
             backend=self.backend,
         )
+        scan, step = (per_shard(f, q.shape[0]) for f in (kda, kda_step))
         if cache is None:
-            return kda(q, k, v, g, beta, segment_ids=ids, chunk_size=self.chunk_size, **options)
+            return scan(q, k, v, g, beta, segment_ids=ids, chunk_size=self.chunk_size, **options)
         if q.shape[1] > 1:
             options |= dict(segment_ids=ids, chunk_size=self.chunk_size)
-            return kda(q, k, v, g, beta, initial_state=cache.state, **options)
-        o, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **options)
+            return scan(q, k, v, g, beta, initial_state=cache.state, **options)
+        o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **options)
         if ids is not None:
             valid = (ids[:, 0] >= 0)[:, None, None]
             o, state = jnp.where(valid, o, 0), jnp.where(valid[..., None], state, cache.state)
