@@ -3,8 +3,9 @@
     python -m experiments.benchmark --suite=kda_cpu     # chunked XLA path against the token scan
     python -m experiments.benchmark --suite=kda_gpu     # the same path in bfloat16 against fla's figures (and fla)
     python -m experiments.benchmark --suite=attn_res    # attn_res against its plain reference
+    python -m experiments.benchmark --suite=tpu_schedule    # the TPU kernels as their compiler sees them; needs no TPU
 
-The suites run on the default device, whatever it is, and say so in the file.
+All but the last run on the default device, whatever it is, and say so in the file.
 """
 
 import json
@@ -18,9 +19,11 @@ from typing import Any
 import jax
 from absl import app, flags
 
+from experiments import tpu_schedule
 from experiments.benchmark_suites import SUITES, versions
 
-_SUITE = flags.DEFINE_enum("suite", None, list(SUITES), "What to measure.", required=True)
+_COMPILED = {"tpu_schedule": tpu_schedule.measure}  # nothing runs, nothing is timed
+_SUITE = flags.DEFINE_enum("suite", None, [*SUITES, *_COMPILED], "What to measure.", required=True)
 _REPEATS = flags.DEFINE_integer(
     "repeats", None, "Measurements to take the median of (default: the suite's).", lower_bound=1
 )
@@ -28,7 +31,7 @@ _OUT = flags.DEFINE_string("out", None, "JSON file to write (default: results/SU
 
 
 def measure(suite: str, **options: Any) -> dict[str, Any]:
-    """Runs a suite of SUITES; returns its result with what one needs to repeat it: card, versions, date, command."""
+    """Runs a suite; returns its result with what one needs to repeat it: card, versions, date, command."""
     repeats = f" --repeats={options['repeats']}" if "repeats" in options else ""
     return {
         "suite": suite,
@@ -36,7 +39,7 @@ def measure(suite: str, **options: Any) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "card": card(),
         "versions": {"python": platform.python_version(), **versions()},
-        **SUITES[suite](**options),
+        **(SUITES | _COMPILED)[suite](**options),
     }
 
 
@@ -54,6 +57,8 @@ def card() -> str:
 
 def table(result: Mapping[str, Any]) -> str:
     """A few lines for a person: medians, ratios beside what they should be, compile time."""
+    if result["suite"] in _COMPILED:
+        return tpu_schedule.table(result)
     lines = [f"{result['suite']} on {result['card']}, {', '.join(f'{k}={v}' for k, v in result['case'].items())}"]
     lines += [f"  {name:36}{ms['median']:12.3f} ms" for name, ms in result["ms"].items()]
     lines += [f"  {name}: {ratio['value']:.2f}x{_aim(ratio)}" for name, ratio in result["ratios"].items()]
@@ -79,6 +84,8 @@ def _aim(number: Mapping[str, float]) -> str:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    if _REPEATS.value and _SUITE.value in _COMPILED:
+        raise app.UsageError(f"--repeats: {_SUITE.value} measures nothing that varies")
     # Room for PyTorch beside jax on one card, should fla take part; read when jax first touches the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured

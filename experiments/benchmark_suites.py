@@ -210,7 +210,7 @@ def fla_runs(arguments: Sequence[jax.Array]) -> dict[str, Run]:
 def versions() -> dict[str, str]:
     """Of what takes part in a measurement, as far as it is installed."""
     found = {}
-    for name in ("jax", "jaxlib", "torch", "triton", "flash-linear-attention", "fla-core"):
+    for name in ("jax", "jaxlib", "libtpu", "torch", "triton", "flash-linear-attention", "fla-core"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -3,7 +3,7 @@
 import glob
 import os
 
-_SINGLE_HOST = {
+SINGLE_HOST = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
@@ -21,5 +21,5 @@ def quiet_missing_tpu() -> None:
     """
     if "JAX_PLATFORMS" in os.environ or glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"):
         return
-    for name, value in _SINGLE_HOST.items():
+    for name, value in SINGLE_HOST.items():
         os.environ.setdefault(name, value)
