@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
-__all__ = ["Options", "gate_vjp", "log_decay", "normalise_vjp", "sigmoid"]
+__all__ = ["Options", "gate_vjp", "log_decay", "normalise_vjp", "reciprocal", "sigmoid"]
 
 
 class Options(NamedTuple):
@@ -21,6 +22,7 @@ class Options(NamedTuple):
     qk_l2norm: bool
     beta_sigmoid: bool
     exact: bool  # q, k and v are float32: float32-grade products
+    tiled: bool  # the gate is bounded so that tiles of 16 tokens may be anchored at their start
     K: int
     V: int
     heads: int  # value heads of a program
@@ -36,7 +38,7 @@ def log_decay(x: jax.Array, rate: jax.Array, bias: jax.Array, options: Options) 
     y = x + bias
     if options.gate == "softplus":
         return -rate * _softplus(y)
-    return options.lower_bound * sigmoid(rate * y)
+    return options.lower_bound * sigmoid(rate * y, options.exact)
 
 
 def gate_vjp(x, rate, bias, dg, options: Options) -> tuple[jax.Array, jax.Array | None]:
@@ -48,10 +50,11 @@ def gate_vjp(x, rate, bias, dg, options: Options) -> tuple[jax.Array, jax.Array 
         return dg, None
     y = x + bias
     if options.gate == "softplus":
-        dx = dg * (-rate * sigmoid(y))
+        dx = dg * (-rate * sigmoid(y, options.exact))
         return dx, jnp.where(dg == 0, 0.0, dg * (-rate * _softplus(y)))
     z = rate * y
-    slope = options.lower_bound * sigmoid(z) * sigmoid(-z)
+    rise, fall = _sigmoids(z, options.exact)
+    slope = options.lower_bound * rise * fall
     return dg * (slope * rate), jnp.where(slope == 0, 0.0, dg * slope * z)
 
 
@@ -60,8 +63,27 @@ def normalise_vjp(y: jax.Array, r: jax.Array, dy: jax.Array) -> jax.Array:
     return r * (dy - y * jnp.sum(y * dy, axis=1, keepdims=True))
 
 
-def sigmoid(x: jax.Array) -> jax.Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
+def sigmoid(x: jax.Array, exact: bool) -> jax.Array:
+    return _sigmoids(x, exact)[0]
+
+
+def reciprocal(x: jax.Array, exact: bool) -> jax.Array:
+    """1 / x for x > 0 whose reciprocal is finite and normal.
+
+    A division spends twice as many instructions, half of them on the values that are excluded here. Its own way is the
+    same estimate with the same Newton step, which an interpreter starts from 9 bits: hence the division if exact.
+    """
+    if exact:
+        return 1.0 / x
+    y = pl.reciprocal(x, approx=True)
+    return y * (2.0 - x * y)
+
+
+def _sigmoids(x, exact):
+    """sigmoid(x) and sigmoid(-x), neither by subtraction from 1."""
+    e = jnp.exp(jnp.minimum(-x, 80.0))
+    rise = reciprocal(1.0 + e, exact)
+    return rise, e * rise
 
 
 def _softplus(y):

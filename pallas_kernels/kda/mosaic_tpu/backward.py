@@ -19,6 +19,8 @@ two terms of both operands (dO has but one), the inverse and A two; all else one
 """
 
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ from .chunk import (
     width_of,
     without_states,
 )
-from .factors import LEVELS, SCRATCH, exponent_map, level_mask, read_ends, read_level
+from .factors import SCRATCH, TILES, exponent_map, level_mask, levels_of, read_ends, read_level
 from .grid import (
     Arrays,
     beta_spec,
@@ -55,12 +57,14 @@ from .grid import (
     tokens,
 )
 from .inverse import unit_lower_inverses
+from .order import alongside, halves, run
 from .products import (
     CHUNK,
     LANES,
     NT,
     TN,
     beside_terms,
+    float_terms,
     half_of_pair,
     heads_of,
     iota,
@@ -73,6 +77,24 @@ from .products import (
 )
 
 __all__ = ["backward"]
+
+
+class Scratch(NamedTuple):
+    """What lies in VMEM, float32. [heads, ...] each but for pairs of matrices [pairs, rows, LANES] and columns."""
+
+    dstate: jax.Array  # [K, V], E
+    factors: jax.Array  # of factors.py
+    columns: jax.Array  # [C, LANES], of chunk.py
+    A: jax.Array
+    Ak: jax.Array
+    L: jax.Array  # then T
+    q: jax.Array  # [C, K], without scale
+    k: jax.Array
+    total: jax.Array  # [1, K], e^{Gn}, then its cotangent times itself
+    dpairs: jax.Array  # dA above dAk
+    dread_by: jax.Array  # [2 C, K], dq_in above dk_in
+    dk_out: jax.Array  # [C, K]
+    diagonal: jax.Array  # [C, 1], of dA
 
 
 def backward(x: Arrays, dout: jax.Array, saved: jax.Array, dstate: jax.Array, o: Options) -> list[jax.Array]:
@@ -101,151 +123,161 @@ def backward(x: Arrays, dout: jax.Array, saved: jax.Array, dstate: jax.Array, o:
         out_shape += [jax.ShapeDtypeStruct((B, 1, HV * o.K), jnp.float32)] * 2
         out_specs += [pl.BlockSpec((None, 1, o.heads * o.K), lambda b, h, c, *_: (b, 0, h))] * 2
     K, V, pairs = width_of(o.K), width_of(o.V), len(heads_of(o.heads))
-    per_head = lambda *shape, dtype=jnp.float32: pltpu.VMEM((o.heads, *shape), dtype)  # noqa: E731
-    scratch = [
-        per_head(K, V),  # E
-        per_head(K // LANES, SCRATCH, CHUNK, LANES),
-        pltpu.VMEM((CHUNK, LANES), jnp.float32),  # columns
-        pltpu.VMEM((pairs, CHUNK, LANES), jnp.float32),  # A
-        pltpu.VMEM((pairs, CHUNK, LANES), jnp.float32),  # Ak
-        pltpu.VMEM((pairs, CHUNK, LANES), jnp.float32),  # L
-        per_head(CHUNK, K),  # q
-        per_head(CHUNK, K),  # k
-        per_head(1, K),  # e^{Gn}, then its cotangent times itself
-        pltpu.VMEM((pairs, 2 * CHUNK, LANES), jnp.float32),  # dA above dAk
-        per_head(2 * CHUNK, K),  # dq_in above dk_in
-        per_head(CHUNK, K),  # dk_out
-        per_head(CHUNK, 1),  # the diagonal of dA
-    ]
+    per_head = lambda *shape: pltpu.VMEM((o.heads, *shape), jnp.float32)  # noqa: E731
+    pair = lambda rows: pltpu.VMEM((pairs, rows, LANES), jnp.float32)  # noqa: E731
+    scratch = Scratch(
+        dstate=per_head(K, V), factors=per_head(K // LANES, SCRATCH, CHUNK, LANES),
+        columns=pltpu.VMEM((CHUNK, LANES), jnp.float32), A=pair(CHUNK), Ak=pair(CHUNK), L=pair(CHUNK),
+        q=per_head(CHUNK, K), k=per_head(CHUNK, K), total=per_head(1, K), dpairs=pair(2 * CHUNK),
+        dread_by=per_head(2 * CHUNK, K), dk_out=per_head(CHUNK, K), diagonal=per_head(CHUNK, 1),
+    )  # fmt: skip
     return call(
         partial(_kernel, o, x), "kda_backward", x, o, (B, blocks, chunks), operands, in_specs, out_specs, out_shape,
-        scratch, aliases={} if o.slots is None else {len(operands): 5},
+        list(scratch), aliases={} if o.slots is None else {len(operands): 5},
     )  # fmt: skip
 
 
 def _kernel(o: Options, present: Arrays, *refs):
     slot_ref, refs = (refs[0], refs[1:]) if o.slots is not None else (None, refs)
-    token_refs, (dout, saved, dfinal, dq, dk, dv, dg, dbeta, dinitial, *refs) = take_tokens(refs, present)
+    inputs, (dout, saved, dfinal, dq, dk, dv, dg, dbeta, dinitial, *refs) = take_tokens(refs, present)
     sums, refs = ((), refs) if o.gate == "log" else (refs[:2], refs[2:])
-    dstate, factors, columns, A, Ak, L, q, k, total, dpairs, dread_by, dk_out, diagonal = refs
+    s = Scratch(*refs)
     first, last = slot_edges(slot_ref, reverse=True)
 
     @pl.when(first)
     def _():
-        load_states(dstate, dfinal, o)
+        load_states(s.dstate, dfinal, o)
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        for s in sums:
-            s[...] = jnp.zeros_like(s)
+        for x in sums:
+            x[...] = jnp.zeros_like(x)
 
-    prepare(token_refs, columns, factors, o)
-    without_states(token_refs, columns, factors, q, k, A, Ak, L, o)
-    _through_the_state(token_refs, columns, dout, saved, dv, dbeta, dstate, factors, A, Ak, L, q, k, total, dpairs,
-                       dread_by, dk_out, diagonal, o)  # fmt: skip
-    to_gates = exponent_map()
-    dqk = None
-    for p, pair in enumerate(heads_of(o.heads)):
-        of = lambda ref: [ref.at[h] for h in pair]  # noqa: B023, E731
-        levels = _through_the_levels(of(q), of(k), of(factors), dpairs[p], o.exact)
-        for h, (dq_h, dk_h, cotangents) in zip(pair, levels, strict=True):
-            dq_h, dk_h, ends = _through_the_ends(
-                q[h], k[h], factors.at[h], dq_h, dk_h, dread_by[h], dk_out[h], diagonal[h], o.scale
-            )
-            dlog = once(to_gates, jnp.concatenate([*cotangents, *ends], axis=0), o.exact) + total[h]
-            dqk = _to_inputs(token_refs, columns, h, q[h], k[h], dq_h, dk_h, dlog, dqk, dq, dk, dg, sums, o)
+    stage = partial(without_states, inputs, s.columns, s.factors, s.q, s.k, s.A, s.Ak, s.L, o=o)
+    heads = {}
+    read = partial(_read_states, inputs, dout, saved, s, heads, o=o)
+    through = partial(_through_states, inputs, dv, dbeta, s, heads, o=o)
+    back = partial(_to_inputs, inputs, (dq, dk, dg, sums), s, [None], exponent_map(o.tiled), o=o)
+    one, other = halves(heads_of(o.heads))
+    prepare(inputs, s.columns, s.factors, o)
+    run(stage(pairs=one))
+    alongside(unit_lower_inverses(s.L, one, o.exact), chain(stage(pairs=other), read(pairs=one)))
+    alongside(unit_lower_inverses(s.L, other, o.exact), chain(read(pairs=other), through(pairs=one)))
+    run(through(pairs=other))
+    run(back(pairs=one))
+    run(back(pairs=other))
 
     @pl.when(last)
     def _():
-        store_states(dinitial, dstate, o)
+        store_states(dinitial, s.dstate, o)
 
 
-def _through_the_state(refs, columns, dout, saved, dv, dbeta, dstate, factors, A, Ak, L, q, k, total, dpairs, dread_by,
-                       dk_out, diagonal, o):  # fmt: skip
-    """Second and third stage: dv, dbeta, the new dstate, and the cotangents of A, Ak, q_in, k_in, k_out and e^{Gn}."""
-    heads, pairs = range(o.heads), range(A.shape[0])
-    beta = [column(columns, "beta", h, o) for h in heads]
-    states, dos, read_by, residuals, dwritten = [], [], [], [], []
-    At = [x for p in pairs for x in transposed_terms(A[p], o.exact)]
+class _Head(NamedTuple):
+    """What the state gives one head before its inverse is known."""
 
-    def read_the_states():
-        for h in heads:
-            into, out, total[h] = read_ends(factors.at[h])
-            states.append(_widen(saved[h], o))
-            do = load(dout, h, o.V)
-            dos.append(do if not o.flagged else jnp.where(refs.flags[...] > 0, do, 0.0))
-            read_by.append(jnp.concatenate([q[h] * (o.scale * into), k[h] * into], axis=0))
-            residuals.append(values_of(refs, h, o) - once(read_by[h][CHUNK:], states[h], o.exact))
+    beta: jax.Array  # [C, 1]
+    state: jax.Array  # [K, V], before the chunk
+    do: jax.Array  # [C, V]
+    read_by: jax.Array  # [2 C, K], q_in above k_in
+    residual: jax.Array  # [C, V], v - k_in S
+    dwritten: jax.Array  # [C, V], the cotangent of V'
+
+
+def _read_states(inputs, dout, saved, s, heads, *, pairs, o):
+    """Adds to heads {h: _Head} those of some pairs."""
+    for p in pairs:
+        At = transposed_terms(s.A[p], o.exact)
+        for i, h in enumerate(heads_of(o.heads)[p]):
+            into, out, s.total[h] = read_ends(s.factors.at[h])
+            state, do = _widen(saved[h], o), load(dout, h, o.V)
+            if o.flagged:
+                do = jnp.where(inputs.flags[...] > 0, do, 0.0)
+            read_by = jnp.concatenate([s.q[h] * (o.scale * into), s.k[h] * into], axis=0)
+            residual = values_of(inputs, h, o) - once(read_by[CHUNK:], state, o.exact)
             yield
-            by_out = thrice(k[h] * out, dstate[h], o.exact)
-            dwritten.append(times_terms(At[h], dos[h], o.exact, both=False) + by_out)
+            dwritten = times_terms(At[i], do, o.exact, both=False) + thrice(s.k[h] * out, s.dstate[h], o.exact)
+            heads[h] = _Head(column(s.columns, "beta", h, o), state, do, read_by, residual, dwritten)
             yield
 
-    inverses = unit_lower_inverses([L[p] for p in pairs], o.exact, read_the_states())
-    T = [x for t in inverses for x in beside_terms(t, o.exact)]
-    Tt = [x for t in inverses for x in transposed_terms(t, o.exact)]
-    written = [times_terms(T[h], beta[h] * residuals[h], o.exact, both=False) for h in heads]
-    P = [times_terms(Tt[h], dwritten[h], o.exact, both=True) for h in heads]
-    for p, pair in enumerate(heads_of(o.heads)):
-        d = pair_rows([jnp.concatenate([dos[h], P[h]], axis=0) for h in pair], [written[h] for h in pair], o.exact)
-        i, j = iota((CHUNK, LANES), 0), iota((CHUNK, LANES), 1) % CHUNK
-        dL = jnp.where(i > j, -d[CHUNK:], 0.0)
-        dpairs[p] = jnp.concatenate(
-            [jnp.where(i > j, o.scale * d[:CHUNK], 0.0), beside([beta[h] for h in pair]) * dL], axis=0
-        )
-        by_beta = dL * Ak[p]
-        for h in pair:
-            db = jnp.sum(P[h] * residuals[h], axis=1, keepdims=True)
+
+def _through_states(inputs, dv, dbeta, s, heads, *, pairs, o):
+    """Third stage: dv, dbeta, the new dstate, and the cotangents of A, Ak, q_in, k_in, k_out and e^{Gn}."""
+    members = [[(h, heads[h]) for h in heads_of(o.heads)[p]] for p in pairs]
+    written, P = {}, {}
+    for p, pair in zip(pairs, members, strict=True):
+        T, Tt = beside_terms(s.L[p], o.exact), transposed_terms(s.L[p], o.exact)
+        for i, (h, x) in enumerate(pair):
+            written[h] = times_terms(T[i], x.beta * x.residual, o.exact, both=False)
+            P[h] = times_terms(Tt[i], x.dwritten, o.exact, both=True)
+            yield
+    below = iota((CHUNK, LANES), 0) > iota((CHUNK, LANES), 1) % CHUNK
+    for p, pair in zip(pairs, members, strict=True):
+        d = pair_rows([jnp.concatenate([x.do, P[h]], axis=0) for h, x in pair], [written[h] for h, _ in pair], o.exact)
+        dL = jnp.where(below, -d[CHUNK:], 0.0)
+        dA, dAk = jnp.where(below, o.scale * d[:CHUNK], 0.0), beside([x.beta for _, x in pair]) * dL
+        s.dpairs[p] = jnp.concatenate([dA, dAk], axis=0)
+        by_beta = dL * s.Ak[p]
+        yield
+        for h, x in pair:
+            db = jnp.sum(P[h] * x.residual, axis=1, keepdims=True)
             db = db + jnp.sum(of_pair(by_beta, h), axis=1, keepdims=True)
             if o.beta_sigmoid:
-                db = db * beta[h] * (1 - beta[h])
-            dbeta[:, h : h + 1] = db if not o.flagged else jnp.where(refs.flags[...] > 0, db, 0.0)
-    for h in heads:
-        dr = beta[h] * P[h]
-        store(dv, h, o.V, dr)
-        down = jnp.concatenate([dos[h], -dr], axis=0)
-        dread_by[h] = once(down, states[h], o.exact, NT)
-        dk_out[h] = once(written[h], dstate[h], o.exact, NT)
-        diagonal[h] = o.scale * jnp.sum(dos[h] * written[h], axis=1, keepdims=True)
-        decay = total[h]
-        total[h] = jnp.sum(states[h] * dstate[h], axis=1, keepdims=True).reshape(1, -1) * decay
-        dstate[h] = dstate[h] * decay.reshape(-1, 1) + thrice(read_by[h], down, o.exact, TN)
+                db = db * x.beta * (1 - x.beta)
+            dbeta[:, h : h + 1] = db if not o.flagged else jnp.where(inputs.flags[...] > 0, db, 0.0)
+            dr = x.beta * P[h]
+            store(dv, h, o.V, dr)
+            down = jnp.concatenate([x.do, -dr], axis=0)
+            s.dread_by[h] = once(down, x.state, o.exact, NT)
+            yield
+            s.dk_out[h] = once(written[h], s.dstate[h], o.exact, NT)
+            s.diagonal[h] = o.scale * jnp.sum(x.do * written[h], axis=1, keepdims=True)
+            decay = s.total[h]
+            s.total[h] = jnp.sum(x.state * s.dstate[h], axis=1, keepdims=True).reshape(1, -1) * decay
+            s.dstate[h] = s.dstate[h] * decay.reshape(-1, 1) + thrice(x.read_by, down, o.exact, TN)
+            yield
 
 
-def _through_the_levels(q, k, factors, d, exact):
-    """What a pair's dA above dAk (d [128, 128]) give each head: dq, dk [C, K], and each level's exponents [C, K].
+def _through_the_levels(q, k, factors, d, o):
+    """What a pair's dA above dAk (d [128, 128]) give each head: dq, dk [C, K], and the levels' cotangents [C, K].
 
     Mirrors `pair_matrices`: from halves of 8 on, only right halves are rows of a product and only left ones columns.
     """
-    heads = range(len(q))
+    heads, of = range(len(q)), lambda x, i: x[i : i + 8]
     dq, dk, cotangents = [[0.0] * 8 for _ in heads], [[0.0] * 8 for _ in heads], [[] for _ in heads]
-    for n in range(LEVELS):
+    for n in levels_of(o.tiled):
         masked = jnp.where(level_mask(n, d.shape), d, 0.0)
         masked = jnp.concatenate([*right_halves(masked[:CHUNK], n), *right_halves(masked[CHUNK:], n)], axis=0)
-        if not exact:
+        if not o.exact:
             masked = masked.astype(jnp.bfloat16)
         turned = masked.T
         half = masked.shape[0] // 2
+        at = {b: 8 * i for i, b in enumerate(right_blocks(n))}  # where a block's rows are in the product
         for h in heads:
-            level = read_level(factors[h], n)
-            columns = k[h][...] * level
-            rows = jnp.concatenate([*right_halves(q[h][...] * level, n), *right_halves(columns, n)], axis=0)
-            drows = once(masked, half_of_pair(columns, h, exact), exact)
-            dcolumns = once(turned[CHUNK * h : CHUNK * (h + 1)], rows, exact)
-            at = {b: 8 * i for i, b in enumerate(right_blocks(n))}
-            blocks = []
+            by_row, by_column = read_level(factors[h], n)
+            columns = k[h][...] * by_column
+            keys = columns if by_row is by_column else k[h][...] * by_row
+            rows = jnp.concatenate([*right_halves(q[h][...] * by_row, n), *right_halves(keys, n)], axis=0)
+            drows = once(masked, half_of_pair(columns, h, o.exact), o.exact)
+            dcolumns = once(turned[CHUNK * h : CHUNK * (h + 1)], rows, o.exact)
+            exponents = []
             for b in range(8):
-                of = lambda x, i: x[i : i + 8]  # noqa: E731
-                dkb = 0.0 if n > 2 and b in at else of(dcolumns, 8 * b)
+                exponent = 0.0
                 if b in at:
-                    dkb = dkb + of(drows, half + at[b])
-                    dqb = of(drows, at[b]) * of(level, 8 * b)
+                    row = of(by_row, 8 * b)
+                    dqb, dkb = of(drows, at[b]) * row, of(drows, half + at[b]) * row
                     dq[h][b] += dqb
-                dkb = dkb * of(level, 8 * b)
-                dk[h][b] += dkb
-                block = of(k[h][...], 8 * b) * dkb
-                blocks.append(block + of(q[h][...], 8 * b) * dqb if b in at else block)
-            cotangents[h].append(jnp.concatenate(blocks, axis=0))
+                    dk[h][b] += dkb
+                    exponent = of(q[h][...], 8 * b) * dqb + of(k[h][...], 8 * b) * dkb
+                if n < 3 or b not in at:
+                    dkb = of(dcolumns, 8 * b) * of(by_column, 8 * b)
+                    dk[h][b] += dkb
+                    dkb = of(k[h][...], 8 * b) * dkb
+                    exponent = exponent - dkb if n == TILES else exponent + dkb  # there it is minus the row's
+                exponents.append(exponent)
+            exponents = jnp.concatenate(exponents, axis=0)
+            # Within a tile these cancel over the rows that a gate precedes, and need two terms.
+            cotangents[h] += float_terms(exponents) if n == TILES else [exponents]
+            yield
     return [(jnp.concatenate(dq[h], axis=0), jnp.concatenate(dk[h], axis=0), cotangents[h]) for h in heads]
 
 
@@ -257,24 +289,37 @@ def _through_the_ends(q, k, factors, dq, dk, dread_by, dk_out, diagonal, scale):
     return dq + by_q + diagonal * k, dk + by_k + by_out + diagonal * q, ends
 
 
-def _to_inputs(refs, columns, h, q, k, dq_h, dk_h, dlog, before, dq, dk, dg, sums, o):
-    """Writes the raw inputs' cotangents of head h; returns dq and dk of a q/k head that later heads add to."""
-    if o.flagged:
-        dlog = jnp.where(refs.flags[...] == VALID, dlog, 0.0)
-    draw, dA = gate_vjp(*gate_inputs(refs, h, o), dlog, o)
-    store(dg, h, o.K, draw)
-    for s, d in zip(sums, (dA, draw), strict=True) if sums else ():
-        s[:, h * o.K : (h + 1) * o.K] += jnp.sum(d, axis=0, keepdims=True)[:, : o.K]
-    if o.qk_l2norm:
-        dq_h = normalise_vjp(q, column(columns, "q", h, o), dq_h)
-        dk_h = normalise_vjp(k, column(columns, "k", h, o), dk_h)
-    if before is not None:
-        dq_h, dk_h = dq_h + before[0], dk_h + before[1]
-    if (h + 1) % o.group:
-        return dq_h, dk_h
-    store(dq, h // o.group, o.K, dq_h)
-    store(dk, h // o.group, o.K, dk_h)
-    return None
+def _to_inputs(inputs, outputs, s, carried, to_gates, *, pairs, o):
+    """Last stage: dq, dk and dg. carried holds dq and dk of a q/k head that later value heads add to."""
+    dq, dk, dg, sums = outputs
+    for p in pairs:
+        pair = heads_of(o.heads)[p]
+        of = lambda ref: [ref.at[h] for h in pair]  # noqa: B023, E731
+        levels = yield from _through_the_levels(of(s.q), of(s.k), of(s.factors), s.dpairs[p], o)
+        for h, (dq_h, dk_h, cotangents) in zip(pair, levels, strict=True):
+            q, k = s.q[h], s.k[h]
+            dq_h, dk_h, ends = _through_the_ends(
+                q, k, s.factors.at[h], dq_h, dk_h, s.dread_by[h], s.dk_out[h], s.diagonal[h], o.scale
+            )
+            dlog = once(to_gates, jnp.concatenate([*cotangents, *ends], axis=0), o.exact) + s.total[h]
+            yield
+            if o.flagged:
+                dlog = jnp.where(inputs.flags[...] == VALID, dlog, 0.0)
+            draw, dA = gate_vjp(*gate_inputs(inputs, h, o), dlog, o)
+            store(dg, h, o.K, draw)
+            for ref, d in zip(sums, (dA, draw), strict=True) if sums else ():
+                ref[:, h * o.K : (h + 1) * o.K] += jnp.sum(d, axis=0, keepdims=True)[:, : o.K]
+            if o.qk_l2norm:
+                dq_h = normalise_vjp(q, column(s.columns, "q", h, o), dq_h)
+                dk_h = normalise_vjp(k, column(s.columns, "k", h, o), dk_h)
+            if carried[0] is not None:
+                dq_h, dk_h = dq_h + carried[0][0], dk_h + carried[0][1]
+            carried[0] = (dq_h, dk_h)
+            if (h + 1) % o.group == 0:
+                store(dq, h // o.group, o.K, dq_h)
+                store(dk, h // o.group, o.K, dk_h)
+                carried[0] = None
+            yield
 
 
 def _widen(state, o):

@@ -1,5 +1,6 @@
 """One chunk of 64 tokens up to the point where the state comes in: shared by the forward and the backward kernel."""
 
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .activations import Options, log_decay, sigmoid
-from .factors import LEVELS, form_factors, level_mask, read_level
+from .factors import TILES, form_factors, level_mask, levels_of, read_level
 from .products import CHUNK, LANES, heads_of, iota, pair_rows
 
 __all__ = [
@@ -59,7 +60,7 @@ def prepare(refs: TokenRefs, columns, scratch, o: Options) -> None:
                 sums = jnp.where(iota(sums.shape, 1) == lane, jnp.sum(x * x, axis=1, keepdims=True), sums)
     beta = refs.beta[...]
     if o.beta_sigmoid:
-        beta = sigmoid(beta)
+        beta = sigmoid(beta, o.exact)
     roots = lax.rsqrt(sums + 1e-6)
     if o.flagged:
         valid = refs.flags[...] > 0
@@ -107,20 +108,22 @@ def values_of(refs: TokenRefs, h: int, o: Options) -> jax.Array:
     return v if not o.flagged else jnp.where(refs.flags[...] > 0, v, 0.0)
 
 
-def without_states(refs: TokenRefs, columns, factors, q, k, A, Ak, L, o: Options) -> None:
-    """The first stage, pair by pair: writes q, k [heads, C, K] and A, Ak (if there is a ref), L [pairs, C, LANES]."""
-    for p, pair in enumerate(heads_of(o.heads)):
+def without_states(refs: TokenRefs, columns, factors, q, k, A, Ak, L, pairs: list[int], o: Options) -> Iterator[None]:
+    """The first stage of some pairs: writes q, k [heads, C, K] and A, Ak (if there is a ref), L [pairs, C, LANES]."""
+    for p in pairs:
+        pair = heads_of(o.heads)[p]
         for h in pair:
             q[h], k[h] = queries_and_keys(refs, columns, h, o)
         of_heads = [[ref.at[h] for h in pair] for ref in (q, k, factors)]
-        rows, keys = pair_matrices(*of_heads, o.exact)
+        rows, keys = yield from pair_matrices(*of_heads, o)
         A[p] = o.scale * (rows + diagonal_of(*of_heads[:2]))
         L[p] = beside([column(columns, "beta", h, o) for h in pair]) * keys
         if Ak is not None:
             Ak[p] = keys
+        yield
 
 
-def pair_matrices(q, k, scratch, exact: bool) -> tuple[jax.Array, jax.Array]:
+def pair_matrices(q, k, scratch, o: Options) -> Generator[None, None, tuple[jax.Array, jax.Array]]:
     """A and Ak of one or two heads without their diagonals and without scale, [64, 128] each; see chunked.py.
 
     q and k are lists of refs [C, K] float32 and scratch one of `form_factors`, a ref for each head. Rows and columns
@@ -128,34 +131,38 @@ def pair_matrices(q, k, scratch, exact: bool) -> tuple[jax.Array, jax.Array]:
     """
     blocks = [None] * (2 * CHUNK // 8)  # of q's rows, then of k's
     column = iota((8, LANES), 1) % CHUNK
-    for n in range(LEVELS):
+    for n in levels_of(o.tiled):
         rows, columns = [], []
         for x, y, f in zip(q, k, scratch, strict=True):
-            factor = read_level(f, n)
-            columns.append(y[...] * factor)
-            rows.append(jnp.concatenate([*right_halves(x[...] * factor, n), *right_halves(columns[-1], n)], axis=0))
-        product = pair_rows(rows, columns, exact)
-        inner = level_mask(n, (8, LANES), 8) if n < 3 else None
+            by_row, by_column = read_level(f, n)
+            columns.append(y[...] * by_column)
+            keys = columns[-1] if by_row is by_column else y[...] * by_row
+            rows.append(jnp.concatenate([*right_halves(x[...] * by_row, n), *right_halves(keys, n)], axis=0))
+        product = pair_rows(rows, columns, o.exact)
+        inner = level_mask(n, (8, LANES), 8) if n in (0, 1, 2) else None
         right = right_blocks(n)
         for i, b in enumerate([*right, *(b + 8 for b in right)]):
             here = product[8 * i : 8 * i + 8]
-            left = inner if n < 3 else (column >> n) == 2 * ((b % 8) >> (n - 2))
+            if n == TILES:
+                left = (column >> 4 == (b % 8) >> 1) & (column < 8 * (b % 8) + iota(column.shape, 0))
+            else:
+                left = (column >> n) == 2 * ((b % 8) >> (n - 2)) if inner is None else inner
             blocks[b] = jnp.where(left, here, 0.0 if blocks[b] is None else blocks[b])
         if n == 2:  # what was kept so far is right in the block's own columns only
             blocks = [jnp.where(column >> 3 == b % 8, x, 0.0) for b, x in enumerate(blocks)]
+        yield
     half = len(blocks) // 2
     return jnp.concatenate(blocks[:half], axis=0), jnp.concatenate(blocks[half:], axis=0)
 
 
 def right_blocks(n: int) -> list[int]:
-    """Which of a chunk's 8 blocks of 8 rows are rows at half-size 2^n: all below 8, then those in right halves."""
+    """Which of a chunk's 8 blocks of 8 rows are rows at level n: all below half-size 8, then those in right halves."""
     return [b for b in range(CHUNK // 8) if n < 3 or (b >> (n - 3)) & 1]
 
 
 def right_halves(x: jax.Array, n: int) -> list[jax.Array]:
     """Those rows of x [C, ...], in pieces as large as they come."""
-    size = 1 << n
-    return [x] if n < 3 else [x[i : i + size] for i in range(size, CHUNK, 2 * size)]
+    return [x] if n < 3 else [x[i : i + (1 << n)] for i in range(1 << n, CHUNK, 2 << n)]
 
 
 def diagonal_of(q, k) -> jax.Array:

@@ -9,18 +9,38 @@ Layout: the product over 8 neighbours would mean rotations inside the registers 
 scratch and read back with a stride of 8: register r then holds token 8s + r in row s, neighbours are different
 registers, and all 8 blocks advance in one multiplication. The result goes back the same way. From blocks of 8 on,
 halves are whole registers again.
+
+A gate with a bound of at least -5 has a faster way: over a tile of 16 tokens it sums to no less than -80, and e^80 is
+finite in float32 and bfloat16. Rows then take the decay from the tile's start and columns its reciprocal, which is one
+product where the tree has four; the anchor is the tile's start, so no later token touches an earlier row. Chosen by
+lower_bound alone, for bfloat16 inputs, and not where a segment may begin inside a chunk (its factor is 0).
 """
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from .activations import reciprocal
 from .products import CHUNK, LANES, iota
 
-__all__ = ["LEVELS", "SCRATCH", "exponent_map", "form_factors", "level_mask", "read_ends", "read_level"]
+__all__ = [
+    "SCRATCH",
+    "TILES",
+    "exponent_map",
+    "form_factors",
+    "level_mask",
+    "levels_of",
+    "read_ends",
+    "read_level",
+]
 
-LEVELS = 6  # half-sizes 1, 2, 4 .. 32
-SCRATCH = 5  # [CHUNK, LANES] float32 arrays of scratch that `decay_factors` needs
+SCRATCH = 5  # [CHUNK, LANES] float32 arrays of scratch that `form_factors` needs
+TILES = -1  # the level that stands for half-sizes 1 to 8 of a bounded gate
+
+
+def levels_of(tiled: bool) -> tuple[int, ...]:
+    """The levels n of a chunk: half-sizes 2^n from 1 to 32, or tiles of 16 and the half-sizes 16 and 32."""
+    return (TILES, 4, 5) if tiled else (0, 1, 2, 3, 4, 5)
 
 
 def form_factors(decay: jax.Array, scratch) -> None:
@@ -29,9 +49,14 @@ def form_factors(decay: jax.Array, scratch) -> None:
         _form_slab(decay[:, i : i + LANES], scratch.at[i // LANES])
 
 
-def read_level(scratch, n: int) -> jax.Array:
-    """Factors [64, K] of half-size 2^n: from the boundary to a right row, from a left row to it."""
-    return _side_by_side([_level(scratch.at[i], n) for i in range(scratch.shape[0])])
+def read_level(scratch, n: int) -> tuple[jax.Array, jax.Array]:
+    """Factors of rows and of columns, [64, K] each, at level n.
+
+    For a half-size they are one array: from the boundary to a right row, from a left row to it. For TILES they are the
+    decay from the tile's start to the row, inclusive, and its reciprocal.
+    """
+    factors = _side_by_side([_level(scratch.at[i], n) for i in range(scratch.shape[0])])
+    return (factors, reciprocal(factors, exact=False)) if n == TILES else (factors, factors)
 
 
 def read_ends(scratch) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -45,22 +70,31 @@ def _side_by_side(slabs):
 
 
 def level_mask(n: int, shape: tuple[int, int], period: int = CHUNK) -> jax.Array:
-    """Rows in right halves of size 2^n against columns in the left half beside them; indices count modulo period."""
+    """Rows in right halves of size 2^n against columns in the left half beside them; indices count modulo period.
+
+    For TILES, rows against earlier columns of their tile.
+    """
     i, j = iota(shape, 0) % period, iota(shape, 1) % period
+    if n == TILES:
+        return (i >> 4 == j >> 4) & (j < i)
     return ((i >> (n + 1)) == (j >> (n + 1))) & (((i >> n) & 1) == 1) & (((j >> n) & 1) == 0)
 
 
-def exponent_map() -> jax.Array:
-    """0/1 matrix [64, 8*64] from cotangents of the exponents to that of g: the levels', then into's, then out's.
+def exponent_map(tiled: bool) -> jax.Array:
+    """0/1 matrix [64, n*64] from cotangents of the exponents to that of g: the levels', then into's, then out's.
 
     g_j is part of the exponent of row i at level n if i lies in a right half and j in the same half at or before i,
-    or i in a left half and j in the same half after it; of into if j <= i, and of out if j > i.
+    or i in a left half and j in the same half after it; of TILES (there twice, for two terms of a cotangent) if j is in
+    the same tile at or before i; of into if j <= i, and of out if j > i.
     """
     j, i = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
     parts = []
-    for n in range(LEVELS):
-        right = ((i >> n) & 1) == 1
-        parts.append(((i >> n) == (j >> n)) & ((right & (j <= i)) | (~right & (j > i))))
+    for n in levels_of(tiled):
+        if n == TILES:
+            parts += [(i >> 4 == j >> 4) & (j <= i)] * 2
+        else:
+            right = ((i >> n) & 1) == 1
+            parts.append(((i >> n) == (j >> n)) & ((right & (j <= i)) | (~right & (j > i))))
     return jnp.concatenate([x.astype(jnp.float32) for x in (*parts, j <= i, j > i)], axis=1)
 
 
@@ -85,9 +119,11 @@ def _form_slab(decay, scratch) -> None:
 def _level(scratch, n):
     if n == 0:
         return jnp.where(iota((CHUNK, LANES), 0) % 2 == 1, scratch[0], 1.0)
-    if n < 3:
+    if n in (1, 2):
         return scratch[n]
     P, S, t = _blocks(scratch)
+    if n == TILES:
+        return _rows(P[s] * t[s - 1] if s % 2 else P[s] for s in range(8))
     if n == 3:
         return _rows((P if s % 2 else S)[s] for s in range(8))
     if n == 4:

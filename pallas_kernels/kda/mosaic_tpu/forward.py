@@ -14,6 +14,7 @@ one term does for the decayed keys and queries, the state and R.
 """
 
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from .grid import (
     tokens,
 )
 from .inverse import unit_lower_inverses
+from .order import alongside, halves, run
 from .products import CHUNK, LANES, TN, beside_terms, heads_of, once, thrice, times_terms
 
 __all__ = ["forward"]
@@ -88,27 +90,40 @@ def _kernel(o: Options, present: Arrays, save: bool, *refs):
     if save:
         store_states(saved, state, o)
 
-    heads, pairs = range(o.heads), range(A.shape[0])
-    prepare(token_refs, columns, factors, o)
-    without_states(token_refs, columns, factors, q, k, A, None, L, o)
-    read, residuals = [], []
+    heads_of_pairs = heads_of(o.heads)
+    read, residuals = [None] * o.heads, [None] * o.heads
 
-    def read_the_states():
-        for h in heads:
+    def read_states(pairs):
+        for h in (h for p in pairs for h in heads_of_pairs[p]):
             into, out_of, total[h] = read_ends(factors.at[h])
-            read.append(once(jnp.concatenate([q[h] * (o.scale * into), k[h] * into], axis=0), state[h], o.exact))
+            read[h] = once(jnp.concatenate([q[h] * (o.scale * into), k[h] * into], axis=0), state[h], o.exact)
             k[h] *= out_of
+            yield
             beta = column(columns, "beta", h, o)
-            residuals.append(beta * (values_of(token_refs, h, o) - read[h][CHUNK:]))
+            residuals[h] = beta * (values_of(token_refs, h, o) - read[h][CHUNK:])
             yield
 
-    inverses = unit_lower_inverses([L[p] for p in pairs], o.exact, read_the_states())
-    T = [x for t in inverses for x in beside_terms(t, o.exact)]
-    rows = [x for p in pairs for x in beside_terms(A[p], o.exact)]
-    written = [times_terms(T[h], residuals[h], o.exact, both=False) for h in heads]
-    for h in heads:
-        store(out, h, o.V, read[h][:CHUNK] + times_terms(rows[h], written[h], o.exact, both=True))
-        state[h] = state[h] * total[h].reshape(-1, 1) + thrice(k[h], written[h], o.exact, TN)
+    def write_states(pairs):
+        heads = [(h, p, i) for p in pairs for i, h in enumerate(heads_of_pairs[p])]
+        T, rows = ({p: beside_terms(ref[p], o.exact) for p in pairs} for ref in (L, A))
+        yield
+        written = []
+        for h, p, i in heads:
+            written.append(times_terms(T[p][i], residuals[h], o.exact, both=False))
+            yield
+        for (h, p, i), new in zip(heads, written, strict=True):
+            store(out, h, o.V, read[h][:CHUNK] + times_terms(rows[p][i], new, o.exact, both=True))
+            yield
+            state[h] = state[h] * total[h].reshape(-1, 1) + thrice(k[h], new, o.exact, TN)
+            yield
+
+    stage = partial(without_states, token_refs, columns, factors, q, k, A, None, L, o=o)
+    one, other = halves(heads_of_pairs)
+    prepare(token_refs, columns, factors, o)
+    run(stage(pairs=one))
+    alongside(unit_lower_inverses(L, one, o.exact), chain(stage(pairs=other), read_states(one)))
+    alongside(unit_lower_inverses(L, other, o.exact), chain(read_states(other), write_states(one)))
+    run(write_states(other))
 
     @pl.when(last)
     def _():

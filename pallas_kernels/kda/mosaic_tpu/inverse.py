@@ -2,14 +2,12 @@
 
 Tiles of 16 x 16 on the diagonal are inverted by substitution on the vector unit: the eight tiles of a pair lie side by
 side in [16, 128], so that one row step serves them all, in float32 and without a matmul. Two nested merges on the MXU,
-T - T (off-diagonal block) T, make blocks of 32 and 64. No power of L is formed. All pairs advance together, because
-each step waits for the one before and the compiler does not interleave independent work by itself; for the same reason
-the caller's other work is done between the steps.
+T - T (off-diagonal block) T, make blocks of 32 and 64. No power of L is formed. All pairs advance together, since each
+step waits for the one before, and the caller has other work done between the steps (order.py).
 """
 
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 
 from .products import iota, pair_thrice
@@ -19,23 +17,25 @@ __all__ = ["unit_lower_inverses"]
 TILE = 16
 
 
-def unit_lower_inverses(pairs: list[jax.Array], exact: bool, meanwhile: Iterator[None]) -> list[jax.Array]:
-    """The inverses of I + L for pairs of L, float32 [64, 128] each (two matrices side by side).
-
-    meanwhile does a piece of independent work whenever it is advanced, and is exhausted on return.
-    """
-    inverses = _place_tiles(_invert_tiles([_diagonal_tiles(x) for x in pairs], meanwhile))
+def unit_lower_inverses(L, pairs: list[int], exact: bool) -> Iterator[None]:
+    """Replaces L[p] by the inverse of I + L[p] for these pairs p of a float32 ref [pairs, 64, 128], step by step."""
+    lower = [L[p] for p in pairs]
+    tiles = [_diagonal_tiles(x) for x in lower]
+    inverses = [(iota((TILE, 128), 0) == iota((TILE, 128), 1) % TILE).astype(jnp.float32)] * len(pairs)
+    for c in range(TILE - 1):
+        inverses = [_substitute(t, x, c) for t, x in zip(inverses, tiles, strict=True)]
+        yield
+    inverses = [_place_tiles(t) for t in inverses]
     for size in (16, 32):  # blocks of this size become blocks of twice it
-        below = [_right_rows(jnp.where(_left_half(size), x, 0.0), size) for x in pairs]
+        below = [_right_rows(jnp.where(_left_half(size), x, 0.0), size) for x in lower]
         right = [_right_rows(t, size) for t in inverses]
         products = [pair_thrice(t, _among_rows(x, size), exact) for t, x in zip(right, below, strict=True)]
-        next(meanwhile, None)
+        yield
         products = [pair_thrice(x, t, exact) for x, t in zip(products, inverses, strict=True)]
-        next(meanwhile, None)
+        yield
         inverses = [t - _among_rows(x, size) for t, x in zip(inverses, products, strict=True)]
-    for _ in meanwhile:
-        pass
-    return inverses
+    for p, x in zip(pairs, inverses, strict=True):
+        L[p] = x
 
 
 def _left_half(size):
@@ -62,21 +62,16 @@ def _diagonal_tiles(pair):
     return tiles
 
 
-def _invert_tiles(tiles, meanwhile):
-    """Substitution, one column at a time: T -= L[:, c] T[c, :] for the rows below c."""
+def _substitute(inverse, lower, c):
+    """Column c of every tile: T -= L[:, c] T[c, :] for the rows below c."""
     i, j = iota((TILE, 128), 0), iota((TILE, 128), 1)
-    inverses = [(i == j % TILE).astype(jnp.float32)] * len(tiles)
-    for c in range(TILE - 1):
-        lane = (j // TILE) * TILE + c  # column c of the tile that this lane belongs to
-        columns = [jnp.take_along_axis(x, lane, axis=1, mode="promise_in_bounds") for x in tiles]
-        rows = [jnp.broadcast_to(t[c : c + 1], t.shape) for t in inverses]
-        # L is strictly lower, but what lies on and above its diagonal may be anything.
-        inverses = [jnp.where(i > c, t - x * y, t) for t, x, y in zip(inverses, columns, rows, strict=True)]
-        next(meanwhile, None)
-    return inverses
+    lane = (j // TILE) * TILE + c  # column c of the tile that this lane belongs to
+    column = jnp.take_along_axis(lower, lane, axis=1, mode="promise_in_bounds")
+    # L is strictly lower, but what lies on and above its diagonal may be anything.
+    return jnp.where(i > c, inverse - column * jnp.broadcast_to(inverse[c : c + 1], inverse.shape), inverse)
 
 
 def _place_tiles(tiles):
     """[16, 128] back to block-diagonal [64, 128]."""
     i, j = iota((64, 128), 0), iota((64, 128), 1) % 64
-    return [jnp.where(i // TILE == j // TILE, jnp.concatenate([t] * 4, axis=0), 0.0) for t in tiles]
+    return jnp.where(i // TILE == j // TILE, jnp.concatenate([tiles] * 4, axis=0), 0.0)

@@ -20,6 +20,7 @@ __all__ = [
     "CHUNK",
     "LANES",
     "beside_terms",
+    "float_terms",
     "half_of_pair",
     "heads_of",
     "iota",

@@ -126,10 +126,12 @@ def _arrange(settings, inputs, segment_ids, most) -> tuple[Options, Arrays, Layo
         dealt = deal(HV, **size)
     heads, group = dealt
     layout, flags, slot = _plan(settings, segment_ids, B, T)
+    exact = all(x.dtype == jnp.float32 for x in (q, k, v))
+    starts = segment_ids is not None and settings.num_segments is None  # segments may begin inside chunks
+    tiled = settings.lower_bound is not None and settings.lower_bound >= -5 and not exact and not starts
     options = Options(
-        settings.scale, settings.gate, settings.lower_bound, settings.qk_l2norm, settings.beta_sigmoid,
-        all(x.dtype == jnp.float32 for x in (q, k, v)), size["K"], size["V"], heads, group, flags is not None,
-        settings.num_segments,
+        settings.scale, settings.gate, settings.lower_bound, settings.qk_l2norm, settings.beta_sigmoid, exact, tiled,
+        size["K"], size["V"], heads, group, flags is not None, settings.num_segments,
     )  # fmt: skip
     if state is None and options.slots is not None:
         state = jnp.zeros((B, options.slots, HV, K, V), jnp.float32)
