@@ -1,8 +1,9 @@
 """KDA as Pallas kernels for TPU (v5e, v5p, v6e, TPU7x): forward, backward and the one-token step.
 
 sequence.py is the way in and holds the custom VJP; forward.py and backward.py are the kernels, chunk.py, factors.py,
-inverse.py, activations.py and products.py what they are made of, grid.py how arrays are cut into windows; step.py is
-the decode kernel. The algorithm is described in chunked.py and decay.py, what differs here in each file's head.
+inverse.py, activations.py and products.py what they are made of, order.py and grid.py how their work and their arrays
+are laid out; step.py is the decode kernel. The algorithm is described in chunked.py and decay.py, what differs here in
+each file's head.
 """
 
 import re

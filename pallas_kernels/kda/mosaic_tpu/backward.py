@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -44,6 +45,7 @@ from .chunk import (
 )
 from .factors import SCRATCH, TILES, exponent_map, level_mask, levels_of, read_ends, read_level
 from .grid import (
+    ZERO,
     Arrays,
     beta_spec,
     call,
@@ -105,7 +107,7 @@ def backward(x: Arrays, dout: jax.Array, saved: jax.Array, dstate: jax.Array, o:
     """
     (B, T), blocks = x.q.shape[:2], x.beta.shape[1]
     chunks, HV, ratio = pl.cdiv(T, CHUNK), blocks * o.heads, o.heads // o.group
-    at = lambda c: chunks - 1 - c  # noqa: E731
+    at = lambda c: np.int32(chunks - 1) - c  # noqa: E731
     x = x._replace(state=None)
     operands = [a for a in (*x[:8], dout, saved, dstate) if a is not None]
     states = state_spec(o, at)
@@ -121,7 +123,7 @@ def backward(x: Arrays, dout: jax.Array, saved: jax.Array, dstate: jax.Array, o:
     out_specs = [*(tokens(w, at) for w in widths), beta_spec(o, at), states]
     if o.gate != "log":
         out_shape += [jax.ShapeDtypeStruct((B, 1, HV * o.K), jnp.float32)] * 2
-        out_specs += [pl.BlockSpec((None, 1, o.heads * o.K), lambda b, h, c, *_: (b, 0, h))] * 2
+        out_specs += [pl.BlockSpec((None, 1, o.heads * o.K), lambda b, h, c, *_: (b, ZERO, h))] * 2
     K, V, pairs = width_of(o.K), width_of(o.V), len(heads_of(o.heads))
     per_head = lambda *shape: pltpu.VMEM((o.heads, *shape), jnp.float32)  # noqa: E731
     pair = lambda rows: pltpu.VMEM((pairs, rows, LANES), jnp.float32)  # noqa: E731
@@ -131,13 +133,14 @@ def backward(x: Arrays, dout: jax.Array, saved: jax.Array, dstate: jax.Array, o:
         q=per_head(CHUNK, K), k=per_head(CHUNK, K), total=per_head(1, K), dpairs=pair(2 * CHUNK),
         dread_by=per_head(2 * CHUNK, K), dk_out=per_head(CHUNK, K), diagonal=per_head(CHUNK, 1),
     )  # fmt: skip
+    present = [a is not None for a in x]
     return call(
-        partial(_kernel, o, x), "kda_backward", x, o, (B, blocks, chunks), operands, in_specs, out_specs, out_shape,
-        list(scratch), aliases={} if o.slots is None else {len(operands): 5},
+        partial(_kernel, o, present), "kda_backward", x, o, (B, blocks, chunks), operands, in_specs, out_specs,
+        out_shape, list(scratch), aliases={} if o.slots is None else {len(operands): 5},
     )  # fmt: skip
 
 
-def _kernel(o: Options, present: Arrays, *refs):
+def _kernel(o: Options, present: list[bool], *refs):
     slot_ref, refs = (refs[0], refs[1:]) if o.slots is not None else (None, refs)
     inputs, (dout, saved, dfinal, dq, dk, dv, dg, dbeta, dinitial, *refs) = take_tokens(refs, present)
     sums, refs = ((), refs) if o.gate == "log" else (refs[:2], refs[2:])

@@ -4,9 +4,10 @@ The algebra is chunked.py's with W left out: the residuals come from the state d
 
     R = v - k_in S,   V' = T (beta R),   O = q_in S + A V',   S+ = e^{Gn} S + k_out^T V',
 
-which keeps everything between the inputs and the output on chip. Three stages, each over all heads before the next, so
-that one head's matmuls run while another's are awaited: what needs no state (pair by pair), the inverses, the state.
-What a later stage reads lies in scratch and not in registers, of which there are 64.
+which keeps everything between the inputs and the output on chip. Three stages: what needs no state (pair by pair), the
+inverses, the state. Many heads advance together, so that one head's matmuls run while another's are awaited, and the
+stages of two halves of them are written down in turns (order.py). What a later stage reads lies in scratch and not in
+registers, of which there are 64.
 
 Precision for bfloat16 inputs, found with nearly parallel keys (KN04), where V' alternates in sign and its sums cancel:
 V' and what multiplies it, A and k_out, need two terms each, the inverse two while it is built and when it is applied;
@@ -66,18 +67,19 @@ def forward(x: Arrays, o: Options, *, save: bool) -> tuple[jax.Array, jax.Array,
         pltpu.VMEM((o.heads, CHUNK, K), jnp.float32),  # k, then k_out
         pltpu.VMEM((o.heads, 1, K), jnp.float32),  # e^{Gn}
     ]
+    present = [a is not None for a in x]
     results = call(
-        partial(_kernel, o, x, save), "kda_forward", x, o, (B, HV // o.heads, NT), operands, in_specs, out_specs,
+        partial(_kernel, o, present, save), "kda_forward", x, o, (B, HV // o.heads, NT), operands, in_specs, out_specs,
         out_shape, scratch,
         aliases={} if o.slots is None else {len(operands): 1},  # a segment without a token keeps its state
     )  # fmt: skip
     return (*results, *([] if save else [None]))
 
 
-def _kernel(o: Options, present: Arrays, save: bool, *refs):
+def _kernel(o: Options, present: list[bool], save: bool, *refs):
     slot_ref, refs = (refs[0], refs[1:]) if o.slots is not None else (None, refs)
     token_refs, refs = take_tokens(refs, present)
-    initial, refs = (None, refs) if present.state is None else (refs[0], refs[1:])
+    initial, refs = (refs[0], refs[1:]) if present[-1] else (None, refs)
     out, final, *refs = refs
     saved, refs = (refs[0], refs[1:]) if save else (None, refs)
     state, factors, columns, A, L, q, k, total = refs

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 
+ZERO = np.int32(0)  # for index maps: under enable_x64 a bare 0 would be an int64, which Mosaic refuses
 VMEM_LIMIT = 48 << 20  # of 64 MiB and more on every generation served; the defaults are 16 and 32
 
 
@@ -56,12 +58,12 @@ def token_specs(x: Arrays, o: Options, at: Callable) -> list[pl.BlockSpec]:
     ratio = o.heads // o.group  # q/k heads of a program
     block = x.q.shape[2] // o.K // ratio  # blocks of q/k heads
     shared = x.beta.shape[1] // block  # programs that read the same block
-    qk = pl.BlockSpec((None, CHUNK, ratio * o.K), lambda b, h, c, *_: (b, at(c), h // shared))
-    row = pl.BlockSpec((1, o.heads * o.K), lambda b, h, c, *_: (0, h))
+    qk = pl.BlockSpec((None, CHUNK, ratio * o.K), lambda b, h, c, *_: (b, at(c), h // jnp.int32(shared)))
+    row = pl.BlockSpec((1, o.heads * o.K), lambda b, h, c, *_: (ZERO, h))
     specs = [qk, qk, tokens(o.heads * o.V, at), tokens(o.heads * o.K, at), beta_spec(o, at)]
     specs += [row] * (0 if x.rate is None else 2)
     if x.flags is not None:
-        specs.append(pl.BlockSpec((None, CHUNK, 1), lambda b, h, c, *_: (b, at(c), 0)))
+        specs.append(pl.BlockSpec((None, CHUNK, 1), lambda b, h, c, *_: (b, at(c), ZERO)))
     return specs
 
 
@@ -71,19 +73,19 @@ def tokens(width: int, at: Callable) -> pl.BlockSpec:
 
 
 def beta_spec(o: Options, at: Callable) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, CHUNK, o.heads), lambda b, h, c, *_: (b, h, at(c), 0))
+    return pl.BlockSpec((None, None, CHUNK, o.heads), lambda b, h, c, *_: (b, h, at(c), ZERO))
 
 
 def chunk_states(o: Options, at: Callable) -> pl.BlockSpec:
     """Windows of [B, NT, HV, K, V]."""
-    return pl.BlockSpec((None, None, o.heads, o.K, o.V), lambda b, h, c, *_: (b, at(c), h, 0, 0))
+    return pl.BlockSpec((None, None, o.heads, o.K, o.V), lambda b, h, c, *_: (b, at(c), h, ZERO, ZERO))
 
 
 def state_spec(o: Options, at: Callable) -> pl.BlockSpec:
     """The state of a row and, with slots, of the segment that a chunk belongs to: visited in one run of steps each."""
     if o.slots is None:
-        return pl.BlockSpec((None, o.heads, o.K, o.V), lambda b, h, c: (b, h, 0, 0))
-    return pl.BlockSpec((None, None, o.heads, o.K, o.V), lambda b, h, c, slot: (b, slot[b, at(c)], h, 0, 0))
+        return pl.BlockSpec((None, o.heads, o.K, o.V), lambda b, h, c: (b, h, ZERO, ZERO))
+    return pl.BlockSpec((None, None, o.heads, o.K, o.V), lambda b, h, c, slot: (b, slot[b, at(c)], h, ZERO, ZERO))
 
 
 def call(kernel, name, x: Arrays, o: Options, grid, operands, in_specs, out_specs, out_shape, scratch, aliases):
@@ -108,10 +110,10 @@ def call(kernel, name, x: Arrays, o: Options, grid, operands, in_specs, out_spec
     )(*prefetch, *operands)
 
 
-def take_tokens(refs, present: Arrays) -> tuple[TokenRefs, tuple]:
-    """The windows of the token arrays by name, None where there is none, and the refs after them."""
+def take_tokens(refs, present: list[bool]) -> tuple[TokenRefs, tuple]:
+    """The windows of the token arrays by name, None where present says so, and the refs after them."""
     refs = list(refs)
-    named = [None if x is None else refs.pop(0) for x in present[:8]]
+    named = [refs.pop(0) if there else None for there in present[:8]]
     return TokenRefs(*named), tuple(refs)
 
 

@@ -94,7 +94,7 @@ def beside_terms(pair: jax.Array, exact: bool) -> list[jax.Array]:
         return [of_pair(pair, h) for h in (0, 1)]
     high, low = float_terms(pair)
     first = iota(pair.shape, 1) < CHUNK
-    swap = lambda x: pltpu.roll(x, CHUNK, 1)  # noqa: E731
+    swap = lambda x: pltpu.roll(x, jnp.int32(CHUNK), 1)  # noqa: E731
     return [x.astype(jnp.bfloat16) for x in (jnp.where(first, high, swap(low)), jnp.where(first, swap(high), low))]
 
 

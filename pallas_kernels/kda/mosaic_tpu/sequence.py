@@ -61,7 +61,7 @@ def _sequence_fwd(settings, inputs, segment_ids):
 
 def _forward(settings, inputs, segment_ids, save):
     options, arrays, layout = _arrange(settings, inputs, segment_ids, FORWARD_HEADS)
-    out, state, saved = forward(arrays, options, save=save)
+    out, state, saved = _for_vmap(partial(forward, o=options, save=save))(arrays)
     return _restore(out, inputs.v, options, layout), state[..., : inputs.q.shape[3], : inputs.v.shape[3]], saved
 
 
@@ -70,7 +70,9 @@ def _sequence_bwd(settings, residuals, cotangents):
     dout, dstate = cotangents
     options, arrays, layout = _arrange(settings, inputs, segment_ids, BACKWARD_HEADS)
     dstate = _widen(dstate.astype(jnp.float32), options)
-    dq, dk, dv, dg, dbeta, dstate, *sums = backward(arrays, _flat(dout, options.V, layout), saved, dstate, options)
+    dq, dk, dv, dg, dbeta, dstate, *sums = _for_vmap(partial(backward, o=options))(
+        arrays, _flat(dout, options.V, layout), saved, dstate
+    )
     restore = partial(_restore, options=options, layout=layout)
     dbeta = jnp.moveaxis(dbeta, 1, 2).reshape(*dbeta.shape[:1], dbeta.shape[2], -1, 1)
     d = Inputs(
@@ -92,6 +94,31 @@ def _sequence_bwd(settings, residuals, cotangents):
 
 
 sequence.defvjp(_sequence_fwd, _sequence_bwd)
+
+
+def _for_vmap(kernel):
+    """kernel(Arrays, *arrays with rows) with a rule for vmap: the rows of all calls become those of one."""
+    run = jax.custom_batching.custom_vmap(kernel)
+
+    @run.def_vmap
+    def rule(n, batched, arrays: Arrays, *others):
+        arguments = (arrays, *others)
+        if batched[0].rate or batched[0].bias:  # each call has gate parameters of its own
+            spread = jax.tree.map(
+                lambda x, own: x if own else jnp.broadcast_to(x, (n, *x.shape)), arguments, tuple(batched)
+            )
+            out = jax.lax.map(lambda one: run(*one), spread)
+        else:
+            shared = arrays.rate, arrays.bias
+            arguments = (arrays._replace(rate=None, bias=None), *others)
+            owners = (batched[0]._replace(rate=None, bias=None), *batched[1:])
+            rows = lambda x, own: (x if own else jnp.broadcast_to(x, (n, *x.shape))).reshape(-1, *x.shape[1 + own :])  # noqa: E731
+            merged, *others = jax.tree.map(rows, arguments, owners)
+            out = run(merged._replace(rate=shared[0], bias=shared[1]), *others)
+            out = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run
 
 
 def heads_per_program(H: int, HV: int, K: int, V: int, most: int) -> tuple[int, int] | None:
