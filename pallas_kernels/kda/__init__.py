@@ -252,7 +252,8 @@ def which_kda_backend(
     v,
     g,
     beta,
-    *state,
+    state=None,
+    *,
     platform: str | None = None,
     backend: str = "auto",
     chunk_size: int = 64,
@@ -269,8 +270,9 @@ def which_kda_backend(
         raise ValueError(f"platform: got {platform!r}; allowed is None, 'cpu', 'gpu', 'cuda', 'rocm' or 'tpu'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}; allowed is one of {', '.join(map(repr, BACKENDS))}")
+    q, k, v, g, beta, state, initial_state = _arrays(q, k, v, g, beta, state, initial_state)
     if q.ndim == 3:
-        return _choose(backend, partial(_step_limits, q, k, v, g, beta, *state), platform)
+        return _choose(backend, partial(_step_limits, q, k, v, g, beta, state), platform)
     limits = partial(_sequence_limits, q, k, v, g, beta, initial_state, chunk_size=chunk_size, erase=erase)
     return _choose(backend, limits, platform)
 

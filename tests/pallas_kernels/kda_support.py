@@ -1,11 +1,14 @@
 """Inputs and comparisons of the KDA tests: every path against the float64 token scan, every gradient on its own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda, kda_reference
 from tests.support import assert_close
@@ -53,6 +56,22 @@ def rounded(tokens: Tokens, dtype) -> Tokens:
     """The values that dtype holds; the state and the gate's parameters stay float32."""
     cast = lambda x, d: None if x is None else np.asarray(jnp.asarray(x, d).astype(jnp.float32), np.float64)  # noqa: E731
     return Tokens(*(cast(x, dtype if i < 5 else jnp.float32) for i, x in enumerate(tokens)))
+
+
+# Of a TPU with buffers, cores and a random order of parallel steps; what was not written is NaN.
+TPU = pltpu.InterpretParams(uninitialized_memory="nan")
+PLAIN = True  # the grid as a loop in XLA: quick to run, slow to compile
+
+
+@contextmanager
+def interpreted(interpreter: pltpu.InterpretParams | bool = TPU) -> Iterator[None]:
+    """TPU kernels traced inside run on this machine; jit tells the programs of one interpreter from another's."""
+    with pltpu.force_tpu_interpret_mode(interpreter):
+        try:
+            yield
+            jax.effects_barrier()  # results may be awaited only later
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()  # a kernel that raised leaves its memory behind
 
 
 @cache

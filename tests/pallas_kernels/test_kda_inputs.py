@@ -1,5 +1,6 @@
 """Bad input to the KDA functions is refused by name, before anything is traced; odd but legal input is accepted."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from pallas_kernels import (
     softplus_gate,
     which_backend,
 )
+from pallas_kernels.kda import _say_once
 
 B, T, H, HV, K, V, S, POOL = 2, 4, 2, 4, 3, 5, 2, 6
 GOOD = {
@@ -284,20 +286,70 @@ def test_field_LY04_bounded_and_unbounded_are_two_models():
     refused(kda, GOOD | {"gate": "bounded"}, "lower_bound: got None with gate='bounded'")
 
 
-@pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
-def test_field_TL04_a_named_backend_without_a_kernel(backend):
+def test_field_TL04_a_named_backend_without_a_kernel():
     """Named, it says what is missing and what serves the call instead; it never runs something else."""
     for function, arguments in ((kda, GOOD), (linear_attention, GOOD), (kda_step, STEP)):
-        with pytest.raises(NotImplementedError, match=f"'{backend}' has no kernel yet; backend='xla' serves"):
-            function(**arguments, backend=backend)
-        with pytest.raises(NotImplementedError, match=f"'{backend}'"):
-            which_backend(function.__name__, **arguments, backend=backend)
+        with pytest.raises(NotImplementedError, match="'mosaic_gpu' has no kernel yet; backend='xla' serves"):
+            function(**arguments, backend="mosaic_gpu")
+        with pytest.raises(NotImplementedError, match="'mosaic_gpu'"):
+            which_backend(function.__name__, **arguments, backend="mosaic_gpu")
+
+
+class Limit(NamedTuple):
+    name: str
+    says: str
+    function: object = kda
+    changes: dict = {}
+    kind: str = "TPU v5 lite"
+    auto_axes: tuple = ()
+
+
+WIDE = {n: np.ones((1, 2, 1, 257), np.float32) for n in "qk"}
+WIDE |= {"v": ones(1, 2, 1, V), "g": -ones(1, 2, 1, 257), "beta": ones(1, 2, 1)}
+LIMITS = [
+    Limit("float16", "an argument is float16 and the kernel reads", changes={"v": np.ones((B, T, HV, V), np.float16)}),
+    Limit("chunk_size", "chunk_size is 32 and the kernel's chunks have 64 tokens", changes={"chunk_size": 32}),
+    Limit("head_size", "K = 257, V = 5 and the kernel holds states up to 256 x 256", changes=WIDE),
+    Limit("no_erase_step", "no mode without the erase step", function=linear_attention),
+    Limit("older_chip", "the device is a TPU v4 and the kernel is built for v5e", kind="TPU v4"),
+    Limit("auto_axes", r"mesh axes \['tensor'\] are Auto .* wrap the call in pallas_kernels.sharded", auto_axes=(2,)),
+    Limit("step_head_size", "head sizes 64, 128 and 256, not K = 3, V = 5", function=kda_step),
+]
+
+
+@pytest.mark.parametrize("case", LIMITS, ids=lambda c: c.name)
+def test_field_TL04_limits_of_the_tpu_kernels(case, caplog):
+    """Named, the kernel refuses and says why; "auto" says the same once and takes the XLA path."""
+    arguments = (STEP if case.function is kda_step else GOOD) | case.changes
+    device = jax.sharding.AbstractDevice(device_kind=case.kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh(
+        case.auto_axes or (1,), ("tensor",), (jax.sharding.AxisType.Auto,), abstract_device=device
+    )
+    _say_once.cache_clear()
+    with jax.sharding.use_abstract_mesh(mesh), caplog.at_level("WARNING", "absl"):
+        with pytest.raises(NotImplementedError, match=f"backend 'mosaic_tpu': .*{case.says}.*; backend='xla' serves"):
+            case.function(**arguments, backend="mosaic_tpu")
+        for _ in range(2):
+            assert which_backend(case.function.__name__, **arguments) == "xla"
+    logged = [r.getMessage() for r in caplog.records if r.name == "absl"]
+    assert len(logged) == 1 and re.search(f"falls back to the XLA path: .*{case.says}", logged[0])
+
+
+def test_field_TL04_a_wider_type_than_the_tpu_kernels_read():
+    with jax.enable_x64(True):
+        wide = {n: x.astype(np.float64) for n, x in GOOD.items()}
+        with pytest.raises(NotImplementedError, match="an argument is float64"):
+            kda(**wide, backend="mosaic_tpu")
 
 
 def test_field_TL04_which_backend():
-    for op, arguments in (("kda", GOOD), ("linear_attention", GOOD), ("kda_step", STEP)):
-        for platform in (None, "cpu", "gpu", "cuda", "rocm", "tpu"):
+    step = STEP | {n: np.ones((2, 2, 64), np.float32) for n in "qkvg"} | {"beta": ones(2, 2)}
+    step["state"] = ones(2, 2, 64, 64)
+    for op, arguments in (("kda", GOOD), ("linear_attention", GOOD), ("kda_step", step)):
+        for platform in (None, "cpu", "gpu", "cuda", "rocm"):
             assert which_backend(op, **arguments, platform=platform) == "xla"
+        served = "xla" if op == "linear_attention" else "mosaic_tpu"
+        assert which_backend(op, **arguments, platform="tpu") == served
         assert which_backend(op, **arguments, backend="reference") == "reference"
         assert which_backend(op, *arguments.values()) == "xla"
         with pytest.raises(ValueError, match="^platform: got 'npu'; allowed is None, 'cpu'"):

@@ -1,0 +1,361 @@
+"""The TPU's sequence kernels, interpreted on the CPU against the float64 scan: shapes, activations, packing, numerics.
+
+How they compile is test_kda_tpu_compile.py's matter, interpreters and transformations are
+test_kda_tpu_transforms.py's.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import kda, kda_reference
+from tests.pallas_kernels import kda_support
+from tests.pallas_kernels.kda_support import Tokens, base, correlated_keys, interpreted, rounded
+from tests.support import BF16_FORWARD, BF16_GRADIENT, F32_FORWARD, RESET_FORWARD, assert_close
+
+tpu = partial(kda, backend="mosaic_tpu")
+check = partial(kda_support.check, backend="mosaic_tpu")
+run = partial(kda_support.run, kda, backend="mosaic_tpu")
+BOTH = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+
+
+class Kernel(NamedTuple):
+    name: str
+    dtype: type
+    options: dict = {}
+
+
+# A promised bound of -5 or more selects, for bf16, a faster way to form decays within tiles.
+KERNELS = [
+    Kernel("f32", jnp.float32),
+    Kernel("bf16", jnp.bfloat16),
+    Kernel("bf16_bounded", jnp.bfloat16, {"lower_bound": -5.0}),
+]
+EACH = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+
+
+@pytest.fixture(autouse=True)
+def interpreter():
+    with interpreted():
+        yield
+
+
+# --- Shapes ------------------------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    name: str
+    T: int
+    H: int = 1
+    HV: int = 1
+    K: int = 64
+    V: int = 64
+    dtype: type = jnp.float32
+    state: bool = True
+
+
+SHAPES = [
+    Shape("one_token", 1, K=48, V=32, state=False),
+    Shape("padded_heads", 63, 2, 2, K=32, V=100, dtype=jnp.bfloat16),
+    Shape("heads_of_128", 128, K=128, V=128),
+    Shape("three_heads_of_128", 130, 3, 3, K=128, V=128, dtype=jnp.bfloat16, state=False),
+    Shape("small_values", 70, K=192, V=48, dtype=jnp.bfloat16),
+    Shape("two_on_four", 130, 2, 4),
+    Shape("one_on_three", 70, 1, 3),  # an odd number of heads of half a register, in one window
+    Shape("thirteen", 40, 13, 13, V=256),  # and in windows of their own, widened
+    Shape("seven_on_fourteen", 64, 7, 14, V=256),  # pairs whose two queries would be no whole register: repeated
+    Shape("one_on_twelve", 70, 1, 12, K=256, V=256, dtype=jnp.bfloat16),  # forward in fours, backward in twos
+]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda c: c.name)
+def test_shapes(case):
+    check(base(case.T, 1, case.T, case.H, case.K, case.V, case.HV, case.state), case.dtype)
+
+
+def test_field_TL03_many_blocks_along_each_axis():
+    """2 rows, 7 heads that read one query in programs of their own, 4 chunks, the last of 8 tokens."""
+    tokens = base(3, 2, 200, 1, 256, 256, HV=7)
+    check(tokens)
+    step = jax.grad(lambda *x: tpu(*x).output.sum())
+    jaxpr = jax.make_jaxpr(step)(*(jnp.asarray(x, jnp.float32) for x in tokens[:5])).jaxpr
+    calls = [e for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
+    assert [e.params["grid_mapping"].grid for e in calls] == [(2, 7, 4)] * 2
+
+
+# --- Activations -------------------------------------------------------------------------------------------------
+
+
+class Fused(NamedTuple):
+    name: str
+    options: dict
+    dtype: type = jnp.float32
+    packed: bool = False
+
+
+NORMS = {"qk_l2norm": True, "beta_sigmoid": True}
+BOUNDED = {"gate": "bounded", "lower_bound": -5.0}
+SOFTPLUS = Fused("softplus_packed", {"gate": "softplus", **NORMS}, packed=True)
+SEGMENTS = Fused("bounded_bf16_segments", {"num_segments": 4, **BOUNDED, **NORMS}, jnp.bfloat16, packed=True)
+ACTIVATIONS = [
+    SOFTPLUS,
+    SEGMENTS,
+    Fused("softplus_bf16", {"gate": "softplus", **NORMS}, jnp.bfloat16),
+    Fused("bounded", BOUNDED),
+    Fused("bounded_bf16_packed", BOUNDED | NORMS, jnp.bfloat16, packed=True),
+]
+PACKED = np.where(np.arange(100) % 11 == 3, -1, np.arange(100) // 40) * np.ones((2, 1), int)
+
+
+def raw(case: Fused) -> tuple[Tokens, dict]:
+    """Two rows of logits with HV = 2H, rounded to the case's dtype, and the keywords of their call."""
+    r = np.random.default_rng(7)
+    tokens = base(7, 2, 100, 1, 64, 64, HV=2)
+    if "num_segments" in case.options:
+        tokens = tokens._replace(initial_state=0.1 * r.standard_normal((2, 4, 2, 64, 64)))
+    if "qk_l2norm" in case.options:
+        tokens = tokens._replace(q=3 * tokens.q, k=2 * tokens.k, beta=r.standard_normal(tokens.beta.shape))
+    if "gate" in case.options:
+        parameters = {"A_log": np.log1p(np.arange(2)), "dt_bias": r.standard_normal((2, 64))}
+        tokens = tokens._replace(g=2 * r.standard_normal(tokens.g.shape), **parameters)
+    return rounded(tokens, case.dtype), {"dtype": case.dtype, "ids": PACKED if case.packed else None, **case.options}
+
+
+def poisoned(tokens: Tokens, where, value) -> Tokens:
+    """where [B, T] or [B, 1] among the tokens."""
+    spread = lambda x: where.reshape(*where.shape, *[1] * (x.ndim - 2))  # noqa: E731
+    return Tokens(*(np.where(spread(x), value, x) for x in tokens[:5]), *tokens[5:])
+
+
+@pytest.mark.parametrize("case", ACTIVATIONS, ids=lambda c: c.name)
+def test_fused_activations(case):
+    """Raw logits, norm and sigmoid inside, with gradients of A_log and dt_bias."""
+    tokens, keywords = raw(case)
+    check(tokens, **keywords)
+
+
+@pytest.mark.parametrize("case", [SOFTPLUS, ACTIVATIONS[3]], ids=lambda c: c.name)
+def test_gate_gradients_at_extreme_logits(case):
+    """Finite at any logit, with rates from e^-30 to e^100: what is forgotten in full gives 0, not 0 * inf."""
+    x = np.resize([0, 1e-8, -1e-8, 20, -20, 88.5, -88.5, 104, -104, 1e4, -1e4, 3e38], 100)
+    tokens, keywords = raw(case)
+    for rates in ((-30.0, 100.0), (0.0, 40.0)):
+        extreme = gated(tokens, x[:, None, None])._replace(A_log=np.array(rates))
+        for name, value in run(extreme, **keywords).items():
+            assert np.isfinite(value).all(), name
+
+
+# --- Packing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [SOFTPLUS, SEGMENTS], ids=lambda c: c.name)
+def test_field_SV02_poisoned_padding_changes_nothing(case):
+    tokens, keywords = raw(case)
+    clean = run(tokens, **keywords)
+    for poison in (np.nan, 1e30, np.inf):
+        for name, value in run(poisoned(tokens, PACKED < 0, poison), **keywords).items():
+            np.testing.assert_array_equal(value, clean[name], err_msg=name)
+    for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
+        assert not clean[name][PACKED < 0].any(), name
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """To the bit, whatever they hold."""
+    tokens, keywords = raw(SOFTPLUS)
+    clean, other = (run(x, **keywords) for x in (tokens, poisoned(tokens, np.array([[False], [True]]), np.nan)))
+    for name in clean.keys() - {"dA_log", "ddt_bias"}:
+        np.testing.assert_array_equal(other[name][0], clean[name][0], err_msg=name)
+        assert np.isnan(other[name][1]).any(), name
+
+
+@BOTH
+def test_field_SV01_boundary_inside_a_tile(dtype):
+    """At a bounded gate driven to its ends, with a state per segment, where a boundary falls at 63, 1, 64 or 127."""
+    tokens = base(11, 1, 128, 1, 64, 64, h0=False)
+    tokens = gated(tokens, -5 / (1 + np.exp(-12 * np.random.default_rng(1).standard_normal(tokens.g.shape))))
+    tokens = tokens._replace(initial_state=0.5 * np.random.default_rng(2).standard_normal((1, 2, 1, 64, 64)))
+    for boundary in (63, 1, 64, 127):
+        check(tokens, dtype, ids=(np.arange(128) >= boundary)[None].astype(int), num_segments=2)
+
+
+def test_field_TL03_untouched_slots_are_exact():
+    """5 of 8 segments have tokens; the others pass their state and its cotangent to the bit."""
+    tokens = base(31, 1, 100, 2, 64, 64)
+    ids = np.repeat([1, 2, -1, 4, 5, 7], [5, 64, 3, 1, 20, 7])[None]
+    states = np.random.default_rng(3).standard_normal((1, 8, 2, 64, 64)).astype(np.float32).astype(np.float64)
+    dS = np.random.default_rng(4).standard_normal(states.shape).astype(np.float32)
+    result, _ = check(tokens._replace(initial_state=states), ids=ids, num_segments=8, dS=dS)
+    for absent in (0, 3, 6):
+        np.testing.assert_array_equal(result["state"][:, absent], states[:, absent])
+        np.testing.assert_array_equal(result["dinitial_state"][:, absent], dS[:, absent])
+    for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
+        assert not result[name][ids < 0].any(), name
+
+
+def test_segments_without_a_state():
+    """bf16, with a row that is padding alone; a segment without tokens ends in zeros."""
+    ids = np.stack([np.where(np.arange(70) < 30, 0, 2), np.full(70, -1)])
+    result, _ = check(base(33, 2, 70, 1, 64, 64, HV=2, h0=False), jnp.bfloat16, ids=ids, num_segments=3)
+    assert not result["state"][0, 1].any() and not result["state"][1].any()
+    assert all(not value[1].any() for value in result.values())
+
+
+# --- Numerics: every case is a call of one of three programs -----------------------------------------------------
+
+
+def field(seed) -> Tokens:
+    return base(seed, 1, 256, 2, 64, 128)
+
+
+def gated(tokens: Tokens, g) -> Tokens:
+    return tokens._replace(g=np.broadcast_to(np.asarray(g, np.float64), tokens.g.shape).copy())
+
+
+CONSTANT = [
+    (kernel, g) for kernel in KERNELS for g in (0.0, -1.4, -5.0, -5.5, -6.0, -60.0, -1e4, -np.inf)
+    if g >= kernel.options.get("lower_bound", -np.inf)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel, g", CONSTANT, ids=[f"{kernel.name}{g}" for kernel, g in CONSTANT])
+def test_field_KN01_constant_gates(kernel, g):
+    check(gated(field(0), g), kernel.dtype, **kernel.options)
+
+
+@EACH
+def test_field_KN02_fast_beside_slow_channels(kernel):
+    fast, spike = (-5.0, -5.0) if kernel.options else (-20.0, -200.0)
+    check(gated(field(2), np.where(np.arange(64) % 2, -0.01, fast)), kernel.dtype, **kernel.options)
+    g = np.full((256, 1, 1), -0.02)
+    g[70] = spike
+    budget = RESET_FORWARD if kernel.dtype == jnp.float32 else None
+    check(gated(field(2), g), kernel.dtype, forward=budget, **kernel.options)
+
+
+class Resets(NamedTuple):
+    name: str
+    probability: float
+    per_channel: bool
+
+
+@pytest.mark.parametrize("case", [Resets("token", 0.5, False), Resets("channel", 0.1, True)], ids=lambda c: c.name)
+def test_field_KN03_precision_after_resets(case):
+    """Decays are multiplied, never subtracted as sums, so even resets keep the ordinary float32 budget."""
+    hit = np.random.default_rng(8).random((1, 256, 1, 64 if case.per_channel else 1)) < case.probability
+    check(gated(field(8), np.where(hit, -1000.0, -0.05)))
+
+
+@EACH
+def test_field_KN04_nearly_parallel_keys(kernel):
+    tokens = field(4)
+    k = correlated_keys(4, tokens.k.shape)
+    g = -np.random.default_rng(4).uniform(0.0121, 0.0341, tokens.g.shape)
+    check(gated(tokens._replace(k=k, beta=np.ones_like(tokens.beta)), g), kernel.dtype, **kernel.options)
+
+
+def test_field_KN04_identical_keys_have_a_closed_form():
+    tokens = rounded(field(5), jnp.float32)
+    k = np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy()
+    tokens = gated(tokens._replace(q=k, k=k, beta=np.ones_like(tokens.beta)), 0.0)
+    tokens = tokens._replace(initial_state=np.zeros_like(tokens.initial_state))
+    out = run(tokens, jnp.float32)["output"]
+    assert_close(out, 64**-0.5 * tokens.v, F32_FORWARD)
+
+
+def test_field_KN05_strong_writes():
+    """One repeated key at beta = 2 is as ill-conditioned as the recurrence gets."""
+    tokens = field(1)
+    repeated = tokens._replace(k=np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy())
+    check(gated(repeated._replace(beta=np.full_like(tokens.beta, 2.0)), 0.0), forward=5e-4, gradient=5e-4)
+    check(gated(tokens._replace(beta=np.full_like(tokens.beta, 1.9)), -0.01))
+
+
+@EACH
+def test_the_same_call_gives_the_same_bits(kernel):
+    tokens = rounded(field(6), kernel.dtype)
+    first, second = (run(tokens, kernel.dtype, **kernel.options) for _ in range(2))
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
+
+
+@EACH
+def test_field_KN10_precision_does_not_depend_on_the_caller(kernel):
+    """CPUs hide the precision of a dot, so it is read off the jaxpr.
+
+    float32 inputs: HIGHEST. bf16 inputs: DEFAULT of two bf16 operands, which alone the TPU compiles.
+    """
+    tokens = [jnp.asarray(x, kernel.dtype if i < 5 else jnp.float32) for i, x in enumerate(field(3)[:6])]
+
+    def loss(*a):
+        out, state = tpu(*a[:5], initial_state=a[5], qk_l2norm=True, beta_sigmoid=True, **kernel.options)
+        return out.astype(jnp.float32).sum() + state.sum()
+
+    jaxprs = []
+    for precision in (None, "bfloat16", "highest"):
+        with jax.default_matmul_precision(precision):
+            jaxprs.append(jax.make_jaxpr(jax.grad(loss, argnums=range(6)))(*tokens))
+    assert str(jaxprs[0]) == str(jaxprs[1]) == str(jaxprs[2])
+    dots = [e for e in equations(jaxprs[0].jaxpr) if e.primitive.name == "dot_general"]
+    precision = jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    assert dots
+    for e in dots:
+        assert e.params["precision"] == (precision,) * 2
+        assert {x.aval.dtype for x in e.invars} == {jnp.dtype(kernel.dtype)}, e
+        assert e.outvars[0].aval.dtype == jnp.float32
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of the jaxprs inside it."""
+    for e in jaxpr.eqns:
+        yield e
+        for p in jax.tree.leaves(e.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(p, "jaxpr", p)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[2]], ids=lambda kernel: kernel.name)
+def test_a_later_token_changes_no_earlier_output(kernel):
+    """To the bit: no rounding anchor lies in the future. The second kernel is given segments as well."""
+    tokens = rounded(base(10, 1, 140, 2, 64, 64, h0=False), kernel.dtype)
+    segments = {"ids": (np.arange(140) >= 37)[None].astype(int), "num_segments": 2} if kernel.options else {}
+    forward = partial(run, dtype=kernel.dtype, gradients=False, **segments, **kernel.options)
+    before = forward(tokens)["output"]
+    for t in (20, 40, 64, 90, 139):
+        changed = Tokens(*(None if x is None else x.copy() for x in tokens))
+        for x in changed[:5]:
+            x[:, t] *= 1e3
+        lowest = kernel.options.get("lower_bound", -np.inf)
+        after = forward(changed._replace(g=np.maximum(changed.g, lowest)))["output"]
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any()
+
+
+def test_mixed_dtypes():
+    """Raw bf16 q, k and v beside float32 g, beta and state: bf16's budget. Gradients have their input's dtype."""
+    tokens = field(12)
+    tokens = tokens._replace(q=3 * tokens.q, k=2 * tokens.k, beta=4 * tokens.beta - 2)
+
+    def mixed(q, k, v, g, beta, **options):
+        return tpu(*(x.astype(jnp.bfloat16) for x in (q, k, v)), g, beta, **options)
+
+    low = tokens._replace(**{n: getattr(rounded(tokens, jnp.bfloat16), n) for n in "qkv"})
+    low = rounded(low, jnp.float32)
+    result = kda_support.run(mixed, low, jnp.float32, **NORMS)
+    reference = kda_support.run(kda_reference, low, jnp.float64, **NORMS)
+    for name, value in result.items():
+        assert_close(value, reference[name], BF16_FORWARD if name in ("output", "state") else BF16_GRADIENT, name)
+
+    def results(arrays):
+        return jax.vjp(lambda arrays: tuple(tpu(*arrays[:5], initial_state=arrays[5])), arrays)
+
+    for low in ((0, 1, 2), (3, 4, 5), (2,)):
+        arrays = [jnp.asarray(x, jnp.bfloat16 if i in low else jnp.float32) for i, x in enumerate(tokens[:6])]
+        (out, state), vjp = jax.eval_shape(results, arrays)
+        assert out.dtype == arrays[2].dtype and state.dtype == jnp.float32
+        (gradients,) = jax.eval_shape(lambda vjp, *d: vjp(d), vjp, out, state)
+        assert [x.dtype for x in gradients] == [x.dtype for x in arrays]
