@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_kernels_work_with_jax_alone():
     """A call in a process where nothing but jax and what jax itself needs can be imported."""
     program = """
 import sys
+import tomllib
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition('.')[0] in {'flax', 'absl', 'chex', 'optax', 'orbax', 'kimi_jax', 'experiments', 'grain'}:
@@ -45,3 +47,11 @@ print(pallas_kernels.kda(x, x, x, -x, x[..., 0]).output.shape, pallas_kernels.at
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["(1,", "3,", "1,", "4)", "(1,", "3,", "1,", "4)"]
+
+
+def test_the_kernels_own_package_lists_every_folder():
+    """setuptools takes the packages that its file names: a forgotten one would be missing after an install."""
+    folder = ROOT / "pallas_kernels"
+    listed = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    present = [".".join(p.parent.relative_to(ROOT).parts) for p in folder.rglob("__init__.py")]
+    assert sorted(listed) == sorted(present)
