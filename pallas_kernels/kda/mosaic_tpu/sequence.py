@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..chunked import Inputs
 from ..layout import Layout, fetch, plan, put_back
 from ..mesh import repeat_heads
 from .activations import Options
@@ -37,20 +38,9 @@ class Settings(NamedTuple):
     beta_sigmoid: bool
 
 
-class Inputs(NamedTuple):
-    q: jax.Array  # [B, T, H, K]
-    k: jax.Array
-    v: jax.Array  # [B, T, HV, V]
-    g: jax.Array  # [B, T, HV, K]
-    beta: jax.Array  # [B, T, HV]
-    A_log: jax.Array | None  # [HV]
-    dt_bias: jax.Array | None  # [HV, K]
-    initial_state: jax.Array | None  # [B, (S,) HV, K, V]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sequence(settings: Settings, inputs: Inputs, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, HV, V] in v's dtype and the final state in float32, of `kda`'s arguments."""
+    """Output [B, T, HV, V] in v's dtype and the final state in float32; states have an axis of segments or none."""
     return _forward(settings, inputs, segment_ids, save=False)[:2]
 
 
