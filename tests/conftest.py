@@ -6,3 +6,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+import pytest  # noqa: E402  (after the environment is set)
+
+MAPS = "/proc/self/maps"
+MOST_MAPS = 30_000  # Linux gives a process 65,530; XLA's CPU compiler ends it with a segmentation fault beyond
+
+
+@pytest.fixture(autouse=True)
+def forget_programs_when_there_are_many():
+    """Every compiled program holds mappings of memory, and a worker compiles thousands in one run of the suite."""
+    yield
+    if os.path.exists(MAPS):
+        with open(MAPS, "rb") as maps:
+            many = sum(1 for _ in maps) > MOST_MAPS
+        if many:
+            import jax
+
+            jax.clear_caches()
