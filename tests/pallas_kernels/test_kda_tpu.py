@@ -20,7 +20,6 @@ from tests.support import BF16_FORWARD, BF16_GRADIENT, F32_FORWARD, RESET_FORWAR
 tpu = partial(kda, backend="mosaic_tpu")
 check = partial(kda_support.check, backend="mosaic_tpu")
 run = partial(kda_support.run, kda, backend="mosaic_tpu")
-BOTH = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
 
 class Kernel(NamedTuple):
@@ -62,7 +61,7 @@ SHAPES = [
     Shape("one_token", 1, K=48, V=32, state=False),
     Shape("padded_heads", 63, 2, 2, K=32, V=100, dtype=jnp.bfloat16),
     Shape("heads_of_128", 128, K=128, V=128),
-    Shape("three_heads_of_128", 130, 3, 3, K=128, V=128, dtype=jnp.bfloat16, state=False),
+    Shape("heads_of_128_bf16", 130, K=128, V=128, dtype=jnp.bfloat16, state=False),
     Shape("small_values", 70, K=192, V=48, dtype=jnp.bfloat16),
     Shape("two_on_four", 130, 2, 4),
     Shape("one_on_three", 70, 1, 3),  # an odd number of heads of half a register, in one window
@@ -138,15 +137,22 @@ def test_fused_activations(case):
     check(tokens, **keywords)
 
 
-@pytest.mark.parametrize("case", [SOFTPLUS, ACTIVATIONS[3]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [SOFTPLUS, SEGMENTS, ACTIVATIONS[3]], ids=lambda c: c.name)
 def test_gate_gradients_at_extreme_logits(case):
-    """Finite at any logit, with rates from e^-30 to e^100: what is forgotten in full gives 0, not 0 * inf."""
-    x = np.resize([0, 1e-8, -1e-8, 20, -20, 88.5, -88.5, 104, -104, 1e4, -1e4, 3e38], 100)
+    """Right at any logit, and finite with any rate: what is forgotten in full gives 0, not 0 * inf."""
+    x = np.resize([0, 1e-8, -1e-8, 20, -20, 88.5, -88.5, 104, -104, 1e4, -1e4, 3e38, -3e38], 100)
     tokens, keywords = raw(case)
-    for rates in ((-30.0, 100.0), (0.0, 40.0)):
-        extreme = gated(tokens, x[:, None, None])._replace(A_log=np.array(rates))
-        for name, value in run(extreme, **keywords).items():
-            assert np.isfinite(value).all(), name
+    tokens = rounded(gated(tokens, x[:, None, None]), case.dtype)
+    for rates in ((1.0, 2.0), (0.0, 40.0)):
+        check(tokens._replace(A_log=np.array(rates)), **keywords)
+    for name, value in run(tokens._replace(A_log=np.array([-30.0, 100.0])), **keywords).items():
+        assert np.isfinite(value).all(), name
+
+
+def test_field_GR01_zero_rows_under_the_norm():
+    tokens, keywords = raw(SOFTPLUS)
+    live = np.isin(np.arange(100), (0, 5, 6, 47, 99), invert=True)[:, None, None]
+    check(tokens._replace(q=tokens.q * live, k=tokens.k * live), **keywords)
 
 
 # --- Packing -----------------------------------------------------------------------------------------------------
@@ -172,14 +178,15 @@ def test_a_row_does_not_depend_on_the_others():
         assert np.isnan(other[name][1]).any(), name
 
 
-@BOTH
-def test_field_SV01_boundary_inside_a_tile(dtype):
+@pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[2]], ids=lambda kernel: kernel.name)
+def test_field_SV01_boundary_inside_a_tile(kernel):
     """At a bounded gate driven to its ends, with a state per segment, where a boundary falls at 63, 1, 64 or 127."""
     tokens = base(11, 1, 128, 1, 64, 64, h0=False)
     tokens = gated(tokens, -5 / (1 + np.exp(-12 * np.random.default_rng(1).standard_normal(tokens.g.shape))))
     tokens = tokens._replace(initial_state=0.5 * np.random.default_rng(2).standard_normal((1, 2, 1, 64, 64)))
     for boundary in (63, 1, 64, 127):
-        check(tokens, dtype, ids=(np.arange(128) >= boundary)[None].astype(int), num_segments=2)
+        ids = (np.arange(128) >= boundary)[None].astype(int)
+        check(tokens, kernel.dtype, ids=ids, num_segments=2, **kernel.options)
 
 
 def test_field_TL03_untouched_slots_are_exact():
@@ -272,6 +279,22 @@ def test_field_KN05_strong_writes():
     repeated = tokens._replace(k=np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy())
     check(gated(repeated._replace(beta=np.full_like(tokens.beta, 2.0)), 0.0), forward=5e-4, gradient=5e-4)
     check(gated(tokens._replace(beta=np.full_like(tokens.beta, 1.9)), -0.01))
+
+
+@EACH
+def test_field_GR02_gate_gradient_is_not_rounding_noise(kernel):
+    """Orthogonal keys that are forgotten before they come again: nothing depends on the gates."""
+    eye = np.tile(np.eye(64), (4, 1))[None, :, None, :].repeat(2, axis=2)
+    tokens = gated(field(4)._replace(q=eye, k=eye, initial_state=np.zeros((1, 2, 64, 128))), -5.0)
+    result = run(tokens, kernel.dtype, dS=np.zeros((1, 2, 64, 128)), **kernel.options)
+    assert np.abs(result["dg"]).max() <= 1e-7
+    check(gated(field(4), -0.1), kernel.dtype, **kernel.options)
+
+
+@EACH
+def test_field_GR04_gradients_of_the_state_alone(kernel):
+    result, _ = check(field(13), kernel.dtype, do=np.zeros((1, 256, 2, 128)), **kernel.options)
+    assert not result["dq"].any()
 
 
 @EACH

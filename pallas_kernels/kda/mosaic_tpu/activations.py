@@ -54,7 +54,7 @@ def gate_vjp(x, rate, bias, dg, options: Options) -> tuple[jax.Array, jax.Array 
         return dx, jnp.where(dg == 0, 0.0, dg * (-rate * _softplus(y)))
     z = rate * y
     rise, fall = _sigmoids(z, options.exact)
-    slope = options.lower_bound * rise * fall
+    slope = jnp.where(z < -80, 0.0, options.lower_bound * rise * fall)  # `_sigmoids` stops falling there
     return dg * (slope * rate), jnp.where(slope == 0, 0.0, dg * slope * z)
 
 
