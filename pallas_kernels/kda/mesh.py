@@ -48,7 +48,10 @@ def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
     q, k, v = arrays[:3]
     if q.shape[-2] % parts:
         group = v.shape[-2] // q.shape[-2]
-        q, k = (repeat_heads(place(x, axes[0], {}, None), group, axis=x.ndim - 2) for x in (q, k))
+        # Indexing into the layout at once: its transpose sums on each device first, where a repetition is gathered.
+        index = (*[slice(None)] * (q.ndim - 2), jax.lax.iota("int32", v.shape[-2]) // group)
+        spread = NamedSharding(mesh, PartitionSpec(*({"B": rows, "H": heads}.get(axis) for axis in axes[0])))
+        q, k = (place(x, axes[0], {}, None).at[index].get(out_sharding=spread) for x in (q, k))
     arrays = (q, k, *arrays[2:])
     return tuple(None if x is None else place(x, n, s, heads) for x, n, s in zip(arrays, axes, specs, strict=True))
 
