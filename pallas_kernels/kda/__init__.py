@@ -209,7 +209,7 @@ def kda_step(
     q, k, v, g, beta, state, A_log, dt_bias, slots = arrays
     check_step(q, k, v, g, beta, state, slots=slots, backend=backend)
     check_activations(gate, A_log, dt_bias, lower_bound, g, slots)
-    backend = _choose(backend, partial(_step_limits, q, k, v, g, beta, state))
+    backend = _choose(backend, partial(_step_limits, q, k, v, g, beta, state, slots))
     A_log, dt_bias = gate_parameters(g, A_log, dt_bias) if gate != "log" else (None, None)
     if q.shape[0] == 0:
         return KDAResult(jnp.zeros_like(v), state)
@@ -258,6 +258,7 @@ def which_kda_backend(
     backend: str = "auto",
     chunk_size: int = 64,
     initial_state=None,
+    slots=None,
     erase: bool = True,
     **options,
 ) -> str:
@@ -270,9 +271,9 @@ def which_kda_backend(
         raise ValueError(f"platform: got {platform!r}; allowed is None, 'cpu', 'gpu', 'cuda', 'rocm' or 'tpu'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}; allowed is one of {', '.join(map(repr, BACKENDS))}")
-    q, k, v, g, beta, state, initial_state = _arrays(q, k, v, g, beta, state, initial_state)
+    q, k, v, g, beta, state, initial_state, slots = _arrays(q, k, v, g, beta, state, initial_state, slots)
     if q.ndim == 3:
-        return _choose(backend, partial(_step_limits, q, k, v, g, beta, state), platform)
+        return _choose(backend, partial(_step_limits, q, k, v, g, beta, state, slots), platform)
     limits = partial(_sequence_limits, q, k, v, g, beta, initial_state, chunk_size=chunk_size, erase=erase)
     return _choose(backend, limits, platform)
 
@@ -307,8 +308,8 @@ def _sequence_limits(q, k, v, g, beta, initial_state, kind, *, chunk_size, erase
     return sequence_limits((q, k, v, g, beta, initial_state), chunk_size=chunk_size, erase=erase, kind=kind)
 
 
-def _step_limits(q, k, v, g, beta, state, kind):
-    return tpu_step_limits((q, k, v, g, beta), state, kind=kind)
+def _step_limits(q, k, v, g, beta, state, slots, kind):
+    return tpu_step_limits((q, k, v, g, beta), state, slots, kind=kind)
 
 
 def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, activations, chunk_size, backend, erase):

@@ -18,6 +18,7 @@ __all__ = [
     "place_alike",
     "repeat_heads",
     "row_sharding",
+    "rows_are_cut",
     "same_axes",
     "split",
     "vary",
@@ -35,7 +36,7 @@ def place_alike(arrays: tuple, axes: tuple[str, ...]) -> tuple:
     arrays = same_axes(arrays)
     shardings = [None if x is None else jax.typeof(x).sharding for x in arrays]
     specs = [{} if s is None else dict(zip(n, s.spec, strict=True)) for s, n in zip(shardings, axes, strict=True)]
-    mesh = next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
+    mesh = _explicit_mesh(shardings)
     if mesh is None:
         return arrays
     rows, heads = (next((s[axis] for s in specs if s.get(axis) is not None), None) for axis in "BH")
@@ -62,7 +63,7 @@ def over_shards(run: Callable, arrays: tuple, axes: tuple[str, ...], out_axes: t
     For a run that XLA cannot split: a kernel.
     """
     shardings = [None if x is None else jax.typeof(x).sharding for x in arrays]
-    mesh = next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
+    mesh = _explicit_mesh(shardings)
     if mesh is None:
         return run(*arrays)
     placed = [dict(zip(n, s.spec, strict=True)) for s, n in zip(shardings, axes, strict=True) if s is not None]
@@ -90,6 +91,13 @@ def split(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=tuple(map(spec, out_axes)))(
         *(x for x in arrays if x is not None)
     )
+
+
+def rows_are_cut(x) -> bool:
+    """Whether the first axis of x lies over several devices by an Explicit axis; False for a shape without a layout."""
+    sharding = getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "sharding", None)
+    spec = getattr(sharding, "spec", None)
+    return bool(spec) and spec[0] is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def row_sharding(rows, pool):
@@ -127,6 +135,10 @@ def same_axes(arrays):
     """
     axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
     return jax.tree.map(lambda x: vary(x, axes), arrays)
+
+
+def _explicit_mesh(shardings):
+    return next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
 
 
 def varying(x):

@@ -335,6 +335,26 @@ def test_field_TL04_limits_of_the_tpu_kernels(case, caplog):
     assert len(logged) == 1 and re.search(f"falls back to the XLA path: .*{case.says}", logged[0])
 
 
+@pytest.mark.parametrize("rows, pool", [("data", None), (None, "data")], ids=["rows_cut", "pool_cut"])
+def test_field_TL04_a_pool_over_several_devices(rows, pool):
+    """Each device would write its own copy of the slots; split over heads alone the kernel serves the call."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def call(rows, pool):
+        put = lambda shape, *spec: jax.device_put(  # noqa: E731
+            jnp.zeros(shape), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        )
+        tokens = {n: put((4, 4, 64), rows, "tensor") for n in "qkvg"} | {"beta": put((4, 4), rows, "tensor")}
+        slots = jax.device_put(jnp.arange(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rows)))
+        return tokens | {"state": put((6, 4, 64, 64), pool, "tensor"), "slots": slots}
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match="'mosaic_tpu': rows or slots lie over several devices"):
+            kda_step(**call(rows, pool), backend="mosaic_tpu")
+        assert which_backend("kda_step", **call(rows, pool), platform="tpu") == "xla"
+        assert which_backend("kda_step", **call(None, None), platform="tpu") == "mosaic_tpu"
+
+
 def test_field_TL04_a_wider_type_than_the_tpu_kernels_read():
     with jax.enable_x64(True):
         wide = {n: x.astype(np.float64) for n, x in GOOD.items()}

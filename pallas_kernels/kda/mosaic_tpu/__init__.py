@@ -12,8 +12,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from ..chunked import Inputs
+from ..mesh import rows_are_cut
 from ..step import step_token
-from .sequence import Inputs, Settings, sequence
+from .sequence import Settings, sequence
 from .step import step_limits, tpu_step
 
 __all__ = ["sequence_limits", "target", "tpu_sequence", "tpu_step_limits", "tpu_token"]
@@ -73,9 +75,11 @@ def sequence_limits(arrays, *, chunk_size: int, erase: bool, kind: str | None) -
     return _common_limits(arrays, kind)
 
 
-def tpu_step_limits(arrays, state, *, kind: str | None) -> str | None:
+def tpu_step_limits(arrays, state, slots, *, kind: str | None) -> str | None:
     """`sequence_limits` for one token."""
     q, k, v, *others = arrays
+    if slots is not None and any(rows_are_cut(x) for x in (*arrays, slots, state)):
+        return "rows or slots lie over several devices and the kernel's rows write to a pool of their own device"
     return step_limits(q, v, state, k, *others) or _common_limits((*arrays, state), kind)
 
 

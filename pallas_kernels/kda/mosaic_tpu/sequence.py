@@ -20,7 +20,7 @@ from .forward import forward
 from .grid import Arrays
 from .products import CHUNK
 
-__all__ = ["Inputs", "Settings", "heads_per_program", "sequence"]
+__all__ = ["Settings", "heads_per_program", "sequence"]
 
 SIZES = (64, 128, 256)
 # Of 128 x 128. With twice as many the backward is 10% faster on v6e and no faster on v5e, and compiles twice as long.
