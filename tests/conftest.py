@@ -1,7 +1,14 @@
-"""Every test runs on the CPU with eight fake devices, so that meshes can be tested on any machine."""
+"""Every test runs on the CPU with eight fake devices, so that meshes can be tested on any machine.
+
+But for those marked gpu, asked for by `pytest -m gpu`: jax then takes the GPU, if there is one.
+"""
 
 import os
+import sys
 
+if any("gpu" in pair for pair in zip(sys.argv, sys.argv[1:], strict=False) if "-m" in pair):
+    os.environ.setdefault("JAX_PLATFORMS", "")  # whatever there is, also in the processes of pytest-xdist
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in flags:

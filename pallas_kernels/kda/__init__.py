@@ -6,6 +6,7 @@ Log-decays are natural logarithms. States are [B, HV, K, V], K before V.
 
 import functools
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,9 +16,11 @@ import numpy as np
 from .check import BACKENDS, check_activations, check_kda, check_step, describe, scale_of
 from .chunked import chunked_kda
 from .gates import bounded_gate, gate_parameters, softplus_gate
+from .kernels import Target, target
 from .mesh import over_shards, place_alike
 from .mesh_wrapper import sharded
-from .mosaic_tpu import sequence_limits, target, tpu_sequence, tpu_step_limits, tpu_token
+from .mosaic_gpu import gpu_sequence, gpu_sequence_limits, gpu_token, gpu_token_limits
+from .mosaic_tpu import tpu_sequence, tpu_sequence_limits, tpu_token, tpu_token_limits
 from .reference import compute_dtype, scan_tokens
 from .result import KDAResult
 from .step import step_token
@@ -36,6 +39,11 @@ __all__ = [
     "softplus_gate",
     "which_kda_backend",
 ]
+
+# platform -> the backend that "auto" takes there, if it serves the call
+_KERNELS = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu", "cuda": "mosaic_gpu"}
+_SEQUENCE = {"mosaic_tpu": (tpu_sequence, tpu_sequence_limits), "mosaic_gpu": (gpu_sequence, gpu_sequence_limits)}
+_TOKEN = {"mosaic_tpu": (tpu_token, tpu_token_limits), "mosaic_gpu": (gpu_token, gpu_token_limits)}
 
 
 def kda(
@@ -83,8 +91,9 @@ def kda(
         qk_l2norm: q and k become x * rsqrt(sum x^2 + 1e-6) per head, before scale.
         beta_sigmoid: beta is a logit.
         chunk_size: 16, 32, 64 or 128 tokens are worked on at once.
-        backend: "auto", "reference" (token scan), "xla" (chunkwise) or "mosaic_tpu" (its TPU kernels, which "auto"
-            takes on a TPU where they serve the call). The results agree to rounding.
+        backend: "auto", "reference" (token scan), "xla" (chunkwise), "mosaic_tpu" or "mosaic_gpu" (its kernels for
+            TPU and for NVIDIA Hopper, which "auto" takes there where they serve the call; Hopper's take q, k and v in
+            bfloat16 with heads of 64 or 128). The results agree to rounding.
 
     Returns:
         KDAResult: output `[B, T, HV, V]` in v's dtype and state, float32 (float64 if any input is).
@@ -217,11 +226,11 @@ def kda_step(
     arrays = place_alike((q, k, v, g, beta, state, slots, A_log, dt_bias), axes)
 
     def one_token(q, k, v, g, beta, state, slots, A_log, dt_bias):
-        run = tpu_token if backend == "mosaic_tpu" else step_token
+        run = _TOKEN[backend][0] if backend in _TOKEN else step_token
         activations = (gate, A_log, dt_bias, lower_bound, qk_l2norm, beta_sigmoid)
         return run(q, k, v, g, beta, state, scale=scale_of(scale, q.shape[-1]), slots=slots, activations=activations)
 
-    if backend == "mosaic_tpu":
+    if backend in _TOKEN:
         return KDAResult(*over_shards(one_token, arrays, axes, ("BHV", axes[5])))
     return KDAResult(*one_token(*arrays))
 
@@ -264,8 +273,8 @@ def which_kda_backend(
 ) -> str:
     """What `backend` would run for these arguments of kda, kda_step or linear_attention, without running it.
 
-    platform names another machine ("cpu", "gpu", "tpu"; its newest generation is meant); None is the abstract mesh's
-    device, else this machine's.
+    platform names another machine, "cpu", "gpu" or "tpu" (of a kind that the kernels are built for); None is the
+    abstract mesh's device, else this machine's.
     """
     if platform not in (None, "cpu", "gpu", "cuda", "rocm", "tpu"):
         raise ValueError(f"platform: got {platform!r}; allowed is None, 'cpu', 'gpu', 'cuda', 'rocm' or 'tpu'")
@@ -278,25 +287,22 @@ def which_kda_backend(
     return _choose(backend, limits, platform)
 
 
-def _choose(backend: str, tpu_limits, platform: str | None = None) -> str:
-    """The backend that runs. tpu_limits(kind) says why the TPU kernels cannot, or None."""
-    if backend == "mosaic_gpu":
-        raise NotImplementedError(
-            "backend 'mosaic_gpu' has no kernel yet; backend='xla' serves every shape on every device"
-        )
-    platform, kind = target(platform)
-    if backend == "mosaic_tpu":
-        if limit := tpu_limits(kind if platform == "tpu" else None):
-            raise NotImplementedError(f"backend 'mosaic_tpu': {limit}; backend='xla' serves every call on every device")
+def _choose(backend: str, limits: Callable[[str, Target], str | None], platform: str | None = None) -> str:
+    """The backend that runs. limits(kernels, machine) says why those kernels cannot serve the call there, or None."""
+    machine = target(platform)
+    native = _KERNELS.get(machine.platform)
+    if backend in _KERNELS.values():  # those of another machine may be named, to be interpreted or compiled ahead
+        if limit := limits(backend, machine if backend == native else Target(machine.platform)):
+            raise NotImplementedError(f"backend {backend!r}: {limit}; backend='xla' serves every call on every device")
         return backend
     if backend != "auto":
         return backend
-    if platform != "tpu":
+    if native is None:
         return "xla"
-    if limit := tpu_limits(kind):
+    if limit := limits(native, machine):
         _say_once(f"kda falls back to the XLA path: {limit}")
         return "xla"
-    return "mosaic_tpu"
+    return native
 
 
 @functools.cache
@@ -304,12 +310,13 @@ def _say_once(message: str) -> None:
     logging.getLogger("absl").warning(message)
 
 
-def _sequence_limits(q, k, v, g, beta, initial_state, kind, *, chunk_size, erase):
-    return sequence_limits((q, k, v, g, beta, initial_state), chunk_size=chunk_size, erase=erase, kind=kind)
+def _sequence_limits(q, k, v, g, beta, initial_state, kernels, machine, *, chunk_size, erase):
+    arrays = (q, k, v, g, beta, initial_state)
+    return _SEQUENCE[kernels][1](arrays, chunk_size=chunk_size, erase=erase, machine=machine)
 
 
-def _step_limits(q, k, v, g, beta, state, slots, kind):
-    return tpu_step_limits((q, k, v, g, beta), state, slots, kind=kind)
+def _step_limits(q, k, v, g, beta, state, slots, kernels, machine):
+    return _TOKEN[kernels][1]((q, k, v, g, beta), state, slots, machine=machine)
 
 
 def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, activations, chunk_size, backend, erase):
@@ -339,13 +346,13 @@ def _run(q, k, v, g, beta, *, scale, initial_state, segment_ids, num_segments, a
             scale=scale_of(scale, K), initial_state=initial_state, segment_ids=segment_ids, num_segments=num_segments,
             activations=activations,
         )  # fmt: skip
-        if backend == "mosaic_tpu":
-            return tpu_sequence(q, k, v, g, beta, **options)
+        if backend in _SEQUENCE:
+            return _SEQUENCE[backend][0](q, k, v, g, beta, **options)
         if backend == "reference":
             return scan_tokens(q, k, v, g, beta, erase=erase, **options)
         return chunked_kda(q, k, v, g, beta, erase=erase, chunk_size=chunk_size, **options)
 
-    if backend == "mosaic_tpu":
+    if backend in _SEQUENCE:
         return KDAResult(*over_shards(tokens, arrays, axes, ("BTHV", state_axes)))
     return KDAResult(*tokens(*arrays))
 

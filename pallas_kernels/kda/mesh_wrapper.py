@@ -1,4 +1,4 @@
-"""A documented wrapper for meshes whose axes are Auto: jax has no way to split a TPU kernel over those by itself."""
+"""A documented wrapper for meshes whose axes are Auto: jax has no way to split a kernel over those by itself."""
 
 import inspect
 import math
@@ -30,7 +30,7 @@ def sharded(
     """`kda`, `linear_attention` or `kda_step` with rows cut over the mesh axes batch and heads over the axes heads.
 
     Each device runs the function on its own rows and heads, so that nothing is gathered, whatever the backend. Needed
-    for the TPU kernels on a mesh with Auto axes (jax.make_mesh's older default); on Explicit axes, and inside a
+    for the TPU and GPU kernels on a mesh with Auto axes (jax.make_mesh's older default); on Explicit axes, and inside a
     shard_map, the functions do this by themselves.
 
     Args:

@@ -1,6 +1,7 @@
 """Bad input to the KDA functions is refused by name, before anything is traced; odd but legal input is accepted."""
 
 import re
+import sys
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from pallas_kernels import (
     softplus_gate,
     which_backend,
 )
-from pallas_kernels.kda import _say_once
+from pallas_kernels.kda import _say_once, mosaic_gpu
 
 B, T, H, HV, K, V, S, POOL = 2, 4, 2, 4, 3, 5, 2, 6
 GOOD = {
@@ -286,15 +287,6 @@ def test_field_LY04_bounded_and_unbounded_are_two_models():
     refused(kda, GOOD | {"gate": "bounded"}, "lower_bound: got None with gate='bounded'")
 
 
-def test_field_TL04_a_named_backend_without_a_kernel():
-    """Named, it says what is missing and what serves the call instead; it never runs something else."""
-    for function, arguments in ((kda, GOOD), (linear_attention, GOOD), (kda_step, STEP)):
-        with pytest.raises(NotImplementedError, match="'mosaic_gpu' has no kernel yet; backend='xla' serves"):
-            function(**arguments, backend="mosaic_gpu")
-        with pytest.raises(NotImplementedError, match="'mosaic_gpu'"):
-            which_backend(function.__name__, **arguments, backend="mosaic_gpu")
-
-
 class Limit(NamedTuple):
     name: str
     says: str
@@ -302,6 +294,7 @@ class Limit(NamedTuple):
     changes: dict = {}
     kind: str = "TPU v5 lite"
     auto_axes: tuple = ()
+    backend: str = "mosaic_tpu"
 
 
 WIDE = {n: np.ones((1, 2, 1, 257), np.float32) for n in "qk"}
@@ -315,20 +308,48 @@ LIMITS = [
     Limit("auto_axes", r"mesh axes \['tensor'\] are Auto .* wrap the call in pallas_kernels.sharded", auto_axes=(2,)),
     Limit("step_head_size", "head sizes 64, 128 and 256, not K = 3, V = 5", function=kda_step),
 ]
+HALF = {n: np.ones((1, 2, 1, 64), jnp.bfloat16) for n in "qkv"}
+HALF |= {"g": -ones(1, 2, 1, 64), "beta": ones(1, 2, 1)}
+HALF_STEP = {n: x[:, 0] for n, x in HALF.items()} | {"state": ones(1, 1, 64, 64)}
+GPU = dict(changes=HALF, kind="NVIDIA H200", backend="mosaic_gpu")
+GPU_STEP = GPU | {"function": kda_step, "changes": HALF_STEP}
+LIMITS += [
+    Limit("gpu_float32", "v is float32 and the kernel multiplies in 16 bits",
+          **GPU | {"changes": HALF | {"v": ones(1, 2, 1, 64)}}),
+    Limit("gpu_float16_gate", "an argument is float16 and the kernel reads float32 and bfloat16",
+          **GPU | {"changes": HALF | {"g": HALF["g"].astype(np.float16)}}),
+    Limit("gpu_float16_state", "an argument is float16",
+          **GPU | {"changes": HALF | {"initial_state": np.ones((1, 1, 64, 64), np.float16)}}),
+    Limit("gpu_head_size", "K = 64, V = 5 and the kernel's are 64 and 128",
+          **GPU | {"changes": HALF | {"v": np.ones((1, 2, 1, 5), jnp.bfloat16)}}),
+    Limit("gpu_chunk_size", "chunk_size is 16", **GPU | {"changes": HALF | {"chunk_size": 16}}),
+    Limit("gpu_no_erase_step", "no mode without the erase step", **GPU | {"function": linear_attention}),
+    *(Limit(f"gpu_{kind}", f"the device is a {kind} and the kernel is built for Hopper", **GPU | {"kind": kind})
+      for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA L4", "AMD Instinct MI300X")),
+    Limit("gpu_auto_axes", r"mesh axes \['tensor'\] are Auto and jax cannot split a GPU kernel .*sharded",
+          **GPU | {"auto_axes": (2,)}),
+    Limit("gpu_step_float16_state", "takes float32 and bfloat16 arrays, not float16",
+          **GPU_STEP | {"changes": HALF_STEP | {"state": np.ones((1, 1, 64, 64), np.float16)}}),
+    Limit("gpu_step_head_size", "head sizes 64 and 128, not K = 3, V = 5", **GPU_STEP | {"changes": {}}),
+    Limit("gpu_step_older_chip", "the device is a NVIDIA A100", **GPU_STEP | {"kind": "NVIDIA A100-PCIE-40GB"}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LIMITS, ids=lambda c: c.name)
-def test_field_TL04_limits_of_the_tpu_kernels(case, caplog):
+def test_field_TL04_limits_of_the_kernels(case, caplog):
     """Named, the kernel refuses and says why; "auto" says the same once and takes the XLA path."""
     arguments = (STEP if case.function is kda_step else GOOD) | case.changes
-    device = jax.sharding.AbstractDevice(device_kind=case.kind, num_cores=1, platform="tpu")
+    platform = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}[case.backend]
+    device = jax.sharding.AbstractDevice(device_kind=case.kind, num_cores=1, platform=platform)
     mesh = jax.sharding.AbstractMesh(
         case.auto_axes or (1,), ("tensor",), (jax.sharding.AxisType.Auto,), abstract_device=device
     )
     _say_once.cache_clear()
     with jax.sharding.use_abstract_mesh(mesh), caplog.at_level("WARNING", "absl"):
-        with pytest.raises(NotImplementedError, match=f"backend 'mosaic_tpu': .*{case.says}.*; backend='xla' serves"):
-            case.function(**arguments, backend="mosaic_tpu")
+        with pytest.raises(
+            NotImplementedError, match=f"backend '{case.backend}': .*{case.says}.*; backend='xla' serves"
+        ):
+            case.function(**arguments, backend=case.backend)
         for _ in range(2):
             assert which_backend(case.function.__name__, **arguments) == "xla"
     logged = [r.getMessage() for r in caplog.records if r.name == "absl"]
@@ -342,17 +363,18 @@ def test_field_TL04_a_pool_over_several_devices(rows, pool):
 
     def call(rows, pool):
         put = lambda shape, *spec: jax.device_put(  # noqa: E731
-            jnp.zeros(shape), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+            jnp.zeros(shape, jnp.bfloat16), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         )
         tokens = {n: put((4, 4, 64), rows, "tensor") for n in "qkvg"} | {"beta": put((4, 4), rows, "tensor")}
         slots = jax.device_put(jnp.arange(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rows)))
         return tokens | {"state": put((6, 4, 64, 64), pool, "tensor"), "slots": slots}
 
     with jax.set_mesh(mesh):
-        with pytest.raises(NotImplementedError, match="'mosaic_tpu': rows or slots lie over several devices"):
-            kda_step(**call(rows, pool), backend="mosaic_tpu")
-        assert which_backend("kda_step", **call(rows, pool), platform="tpu") == "xla"
-        assert which_backend("kda_step", **call(None, None), platform="tpu") == "mosaic_tpu"
+        for platform, backend in (("tpu", "mosaic_tpu"), ("cuda", "mosaic_gpu")):
+            with pytest.raises(NotImplementedError, match=f"'{backend}': rows or slots lie over several devices"):
+                kda_step(**call(rows, pool), backend=backend)
+            assert which_backend("kda_step", **call(rows, pool), platform=platform) == "xla"
+            assert which_backend("kda_step", **call(None, None), platform=platform) == backend
 
 
 def test_field_TL04_a_wider_type_than_the_tpu_kernels_read():
@@ -363,13 +385,12 @@ def test_field_TL04_a_wider_type_than_the_tpu_kernels_read():
 
 
 def test_field_TL04_which_backend():
-    step = STEP | {n: np.ones((2, 2, 64), np.float32) for n in "qkvg"} | {"beta": ones(2, 2)}
-    step["state"] = ones(2, 2, 64, 64)
-    for op, arguments in (("kda", GOOD), ("linear_attention", GOOD), ("kda_step", step)):
-        for platform in (None, "cpu", "gpu", "cuda", "rocm"):
+    for op, arguments in (("kda", HALF), ("linear_attention", HALF), ("kda_step", HALF_STEP)):
+        for platform in (None, "cpu", "rocm"):
             assert which_backend(op, **arguments, platform=platform) == "xla"
-        served = "xla" if op == "linear_attention" else "mosaic_tpu"
-        assert which_backend(op, **arguments, platform="tpu") == served
+        for platform, kernels in (("tpu", "mosaic_tpu"), ("gpu", "mosaic_gpu"), ("cuda", "mosaic_gpu")):
+            served = "xla" if op == "linear_attention" else kernels
+            assert which_backend(op, **arguments, platform=platform) == served
         assert which_backend(op, **arguments, backend="reference") == "reference"
         assert which_backend(op, *arguments.values()) == "xla"
         with pytest.raises(ValueError, match="^platform: got 'npu'; allowed is None, 'cpu'"):
@@ -378,6 +399,50 @@ def test_field_TL04_which_backend():
             which_backend(op, **arguments, backend="triton")
     with pytest.raises(ValueError, match="^op: got 'kda_reference'; allowed is one of 'kda', 'kda_step'"):
         which_backend("kda_reference", **GOOD)
+
+
+class Card(NamedTuple):
+    """What jax says of a GPU that is there."""
+
+    device_kind: str
+    compute_capability: str
+
+
+@pytest.mark.parametrize("card, served", [
+    (Card("NVIDIA H100 80GB HBM3", "9.0"), True), (Card("NVIDIA Graphics Device", "9.0"), True),
+    (Card("NVIDIA A100-SXM4-80GB", "8.0"), False), (Card("NVIDIA B200", "10.0"), False),
+    (Card("AMD Instinct MI300X", "gfx942"), False),
+])  # fmt: skip
+def test_field_TL04_the_card_that_is_there(card, served, monkeypatch):
+    """Its compute capability decides, whatever it is called."""
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for op, arguments in (("kda", HALF), ("kda_step", HALF_STEP)):
+        assert which_backend(op, **arguments) == ("mosaic_gpu" if served else "xla")
+    if not served:
+        says = f"the device is a {card.device_kind} of compute capability {card.compute_capability} .*; backend='xla'"
+        with pytest.raises(NotImplementedError, match=says):
+            kda(**HALF, backend="mosaic_gpu")
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 NVL", "NVIDIA H200", "NVIDIA H20", "NVIDIA H800", "NVIDIA GH200 480GB"])
+def test_field_TL04_the_card_of_an_abstract_mesh(kind):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    auto = (jax.sharding.AxisType.Auto,)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("_",), auto, abstract_device=device)):
+        assert which_backend("kda", **HALF) == which_backend("kda_step", **HALF_STEP) == "mosaic_gpu"
+
+
+def test_field_TL04_a_jax_without_mosaic_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+    mosaic_gpu._without_mosaic.cache_clear()
+    try:
+        for function, arguments in ((kda, HALF), (kda_step, HALF_STEP)):
+            with pytest.raises(NotImplementedError, match="'mosaic_gpu': this jax comes without Mosaic GPU .*'xla'"):
+                function(**arguments, backend="mosaic_gpu")
+            assert which_backend(function.__name__, **arguments, platform="gpu") == "xla"
+    finally:
+        mosaic_gpu._without_mosaic.cache_clear()
 
 
 # --- Odd but legal -----------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ own are moved to chunk boundaries (layout.py), and heads are dealt to programs.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..chunked import Inputs
+from ..kernels import Settings
 from ..layout import Layout, fetch, plan, put_back
 from ..mesh import repeat_heads
 from .activations import Options
@@ -20,22 +20,11 @@ from .forward import forward
 from .grid import Arrays
 from .products import CHUNK
 
-__all__ = ["Settings", "heads_per_program", "sequence"]
+__all__ = ["heads_per_program", "sequence"]
 
 SIZES = (64, 128, 256)
 # Of 128 x 128. With twice as many the backward is 10% faster on v6e and no faster on v5e, and compiles twice as long.
 FORWARD_HEADS, BACKWARD_HEADS = 16, 8
-
-
-class Settings(NamedTuple):
-    """What is static about a call, besides shapes."""
-
-    scale: float
-    num_segments: int | None
-    gate: str
-    lower_bound: float | None
-    qk_l2norm: bool
-    beta_sigmoid: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,311 @@
+"""The GPU's walks over a sequence cut into pieces, and how the pieces are composed, against float64.
+
+The kernels' own code runs here as plain Python: one program after the other, one warpgroup after the other, on numpy
+arrays. That shows where everything is read and written and what is computed, not how threads overlap; but a copy to
+global memory takes place as late as the kernel's waits allow, and nothing may be stored to twice.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kda.mosaic_gpu import state, state_backward
+from pallas_kernels.kda.mosaic_gpu.intra import Options, Terms
+from pallas_kernels.kda.mosaic_gpu.pieces import PROGRAMS, SHORTEST, choose_pieces, first_cotangents, first_states
+from pallas_kernels.kda.mosaic_gpu.state import pass_state, piece_ends, recompute_states
+from pallas_kernels.kda.mosaic_gpu.state_backward import pass_state_backward
+from tests.support import BF16_FORWARD, BF16_GRADIENT, assert_close
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+# --- Kernels as plain Python -------------------------------------------------------------------------------------
+
+
+class Ref:
+    """An array as kernels see it: at[] is a part of it, [] a value. With `once` nothing is stored to twice."""
+
+    def __init__(self, array, once=False):
+        self.array, self.once, self.dtype, self.shape = array, once, array.dtype, array.shape
+
+    @property
+    def at(self):
+        return _Parts(self)
+
+    def transpose(self, axes):
+        return Ref(self.array.transpose(axes), self.once)
+
+    def __getitem__(self, at):
+        return self.at[at].array.copy()
+
+    def __setitem__(self, at, value):
+        part = self.at[at]
+        assert value.shape == part.shape and value.dtype == part.dtype
+        assert not self.once or np.isnan(part.array).all(), "stored to twice"
+        part.array[...] = value
+
+
+class _Parts:
+    def __init__(self, ref):
+        self.ref = ref
+
+    def __getitem__(self, at):
+        at = at if isinstance(at, tuple) else (at,)
+        return Ref(self.ref.array[tuple(map(_within, at, self.ref.shape))], self.ref.once)
+
+
+def _within(i, size):
+    """A part of an axis; numpy would cut what reaches beyond it."""
+    if i is Ellipsis or i == slice(None):
+        return i
+    first, count = (int(i.start), i.size) if isinstance(i, pl.Slice) else (int(i), 1)
+    assert 0 <= first and first + count <= size, f"{first} to {first + count} of {size}"
+    return slice(first, first + count) if isinstance(i, pl.Slice) else first
+
+
+class Accumulator(Ref):
+    def __init__(self, shape, dtype):
+        super().__init__(np.zeros(shape, dtype))
+
+    @classmethod
+    def init(cls, value):
+        acc = cls(value.shape, value.dtype)
+        acc[...] = value
+        return acc
+
+
+class Machine:
+    """What state.py and state_backward.py use of jax, Pallas and Mosaic GPU."""
+
+    def __init__(self):
+        self.index, self.copies = {}, []
+        lax = SimpleNamespace(
+            axis_index=lambda name: self.index[name],
+            broadcast_in_dim=jax.lax.broadcast_in_dim,
+            cond=lambda true, yes, no, x: yes(x) if true else no(x),
+        )
+        self.jax = SimpleNamespace(lax=lax, ShapeDtypeStruct=jax.ShapeDtypeStruct)
+        self.pl = SimpleNamespace(
+            ds=pl.ds,
+            run_scoped=lambda body, *refs: body(*refs),
+            run_state=lambda body: lambda ref: (body(ref), ref.array)[1],
+            when=lambda true: lambda body: body() if true else None,
+        )
+        self.plgpu = SimpleNamespace(
+            ACC=Accumulator,
+            BlockSpec=lambda shape, at, transforms=None: (shape, at),
+            CompilerParams=lambda **_: None,
+            SMEM=lambda shape, dtype, transforms: jax.ShapeDtypeStruct(shape, dtype),
+            broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis),
+            commit_smem=lambda: None,
+            copy_smem_to_gmem=lambda source, target: self.copies.append((source, target)),
+            emit_pipeline_warp_specialized=self.pipeline,
+            kernel=self.kernel,
+            layout_cast=lambda x, layout: x,
+            load=lambda ref, layout, optimized=True: ref[...],
+            wait_smem_to_gmem=self.wait,
+            wgmma=self.wgmma,
+            wgmma_accumulator_load=lambda acc, wait_n: acc[...],
+        )
+
+    def kernel(self, body, *, out_type, scratch_types, grid, grid_names, num_threads, thread_name, **_):
+        def call(*operands):
+            empty = lambda like, once: Ref(np.full(like.shape, np.nan, like.dtype), once)  # noqa: E731
+            operands, outs = [Ref(np.asarray(x)) for x in operands], [empty(like, True) for like in out_type]
+            for at in itertools.product(*map(range, grid)):
+                scratch = {name: empty(like, False) for name, like in scratch_types.items()}
+                for warpgroup in range(num_threads - 1):
+                    self.index = dict(zip(grid_names, at, strict=True)) | {thread_name: warpgroup}
+                    body(*operands, *outs, **scratch)
+                    assert not self.copies, "not waited for"
+            return [ref.array for ref in outs]
+
+        return call
+
+    def pipeline(self, body, *, grid, in_specs, compute_context, **_):
+        def run(*refs):
+            def walk(carry):
+                for n in range(*grid):
+                    blocks = [
+                        ref.at[tuple(pl.ds(i * size, size) for i, size in zip(at(n), shape, strict=True))]
+                        for ref, (shape, at) in zip(refs, in_specs, strict=True)
+                    ]
+                    carry = body((n,), *blocks, carry)
+                return carry
+
+            compute_context(walk)
+
+        return run
+
+    def wait(self, n, wait_read_only=False):
+        while len(self.copies) > n:
+            source, target = self.copies.pop(0)
+            target[...] = source[...]
+
+    def wgmma(self, acc, a, b):
+        a, b = (x.array if isinstance(x, Ref) else np.asarray(x) for x in (a, b))
+        assert a.dtype == b.dtype == BF16 and a.shape[0] == 64
+        acc.array += a.astype(np.float32) @ b.astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    machine = Machine()
+    for module, name in itertools.product((state, state_backward), ("jax", "pl", "plgpu")):
+        monkeypatch.setattr(module, name, getattr(machine, name))
+        monkeypatch.setattr(module, "fixed", lambda x: x)
+
+
+# --- The same in float64 -----------------------------------------------------------------------------------------
+
+
+B, HV, N, K, V = 2, 3, 8, 64, 128
+OPTIONS = Options(1.0, "log", None, False, K, V)
+
+
+def numbers(seed, *shape, dtype=F32, size=1.0):
+    return (size * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def terms() -> Terms:
+    """No chunk, head or row is like another."""
+    tokens = lambda seed, width: numbers(seed, B, HV, 64 * N, width, dtype=BF16, size=0.1)  # noqa: E731
+    decay = np.exp(-np.abs(numbers(6, B, HV, N * K)))
+    return Terms(*(tokens(i, K) for i in range(3)), tokens(3, 64), numbers(4, B, HV, N * V, 64), decay, None)
+
+
+X, DOUT = terms(), numbers(8, B, 64 * N, HV * V, dtype=BF16)
+W, Q, KOUT, A = (x.astype(np.float64).reshape(B, HV, N, 64, -1) for x in X[:4])
+U, DECAY = X.u.astype(np.float64).reshape(B, HV, N, V, 64), X.decay.astype(np.float64).reshape(B, HV, N, 1, K)
+DO = DOUT.astype(np.float64).reshape(B, N, 64, HV, V).transpose(0, 3, 1, 4, 2)  # dO^T of each chunk
+
+
+def forward(enter, u=U):
+    """S^T before and after each chunk [B, HV, N, V, K], V'^T [B, HV, N, V, 64] and the output [B, T, HV V].
+
+    enter(n, s) is what chunk n begins with where the chunk before ends with s.
+    """
+    s, results = np.zeros((B, HV, u.shape[3], K)), []
+    for n in range(N):
+        before = enter(n, s)
+        residual = u[:, :, n] - before @ W[:, :, n].mT
+        out = before @ Q[:, :, n].mT + residual @ A[:, :, n].mT
+        s = before * DECAY[:, :, n] + residual @ KOUT[:, :, n]
+        results.append((before, s, residual, out))
+    before, after, residuals, out = (np.stack(x, axis=2) for x in zip(*results, strict=True))
+    return before, after, residuals, out.transpose(0, 2, 4, 1, 3).reshape(B, 64 * N, -1)
+
+
+def backward(enter):
+    """dS^T after and before each chunk, and dV'^T; enter(n, ds) as in forward, from the last chunk to the first."""
+    ds, results = np.zeros((B, HV, V, K)), []
+    for n in reversed(range(N)):
+        after = enter(n, ds)
+        dresidual = DO[:, :, n] @ A[:, :, n] + after @ KOUT[:, :, n].mT
+        ds = after * DECAY[:, :, n] + DO[:, :, n] @ Q[:, :, n] - dresidual @ W[:, :, n]
+        results.append((after, ds, dresidual))
+    return (np.stack(x[::-1], axis=2) for x in zip(*results, strict=True))
+
+
+def check(tolerance, **pairs):
+    """Results of the kernels against those in float64, whatever the axes are folded to."""
+    for name, (got, expected) in pairs.items():
+        assert_close(np.asarray(got, np.float64).reshape(expected.shape), expected, tolerance, name)
+
+
+# --- Tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["states", "zeros"])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_pieces_begin_with_states_of_their_own(pieces, given):
+    length, states = N // pieces, numbers(7, B, HV, pieces, V, K) * given
+    before, after, residuals, out = forward(lambda n, s: s if n % length else states[:, :, n // length])
+    first = states if given else None
+    got, final = pass_state(X, first, None, OPTIONS, pieces)
+    starts, again = recompute_states(X, first, None, OPTIONS, pieces)
+    check(BF16_FORWARD, output=(got, out), states=(final, after[:, :, length - 1 :: length]))
+    check(BF16_FORWARD, states_before_chunks=(starts, before), residuals=(again, residuals))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["cotangents", "zeros"])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_pieces_end_with_cotangents_of_their_own(pieces, given):
+    length, dstates = N // pieces, numbers(9, B, HV, pieces, V, K) * given
+    after, before, dresiduals = backward(lambda n, ds: ds if (n + 1) % length else dstates[:, :, n // length])
+    last = dstates if given else None
+    ends, got, first = pass_state_backward(X, DOUT, last, None, OPTIONS, pieces)
+    check(BF16_GRADIENT, cotangents=(ends, after), residuals=(got, dresiduals), first=(first, before[:, :, ::length]))
+    *nothing, again = pass_state_backward(X, DOUT, last, None, OPTIONS, pieces, keep=False)
+    assert nothing == [None, None] and (again == first).all()
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_begin_with_what_the_whole_walk_passes_on(pieces):
+    """Through their maps, as in sequence.py, without and with a first state and a last cotangent."""
+    length = N // pieces
+    R, E = (piece_ends(X, OPTIONS, pieces, transition=t) for t in (True, False))
+    *_, F = pass_state_backward(X, DOUT, None, None, OPTIONS, pieces, keep=False)
+    _, after, *_ = forward(lambda n, s: s if n % length else s * 0 + np.eye(K), np.zeros((B, HV, N, K, 64)))
+    check(BF16_FORWARD, transitions=(R, after[:, :, length - 1 :: length]))
+    for given in (True, False):
+        state, dstate = numbers(7, B, HV, V, K), numbers(9, B, HV, V, K)
+        before, *_ = forward(lambda n, s: s if n else state * given)  # noqa: B023
+        after, *_ = backward(lambda n, ds: ds if n < N - 1 else dstate * given)  # noqa: B023
+        first, last = first_states(R, E, state if given else None), first_cotangents(R, F, dstate if given else None)
+        check(BF16_FORWARD, first=(first, before[:, :, ::length]))
+        check(BF16_GRADIENT, last=(last, after[:, :, length - 1 :: length]))
+
+
+def test_states_of_slots():
+    """Runs of chunks with states of their own; nothing is written for a slot without chunks."""
+    slot = np.array([[0, 0, 0, 2, 2, 1, 1, 1], [3, 1, 1, 1, 1, 1, 1, 0]])
+    states, dstates = numbers(7, B, 4, HV, V, K), numbers(9, B, 4, HV, V, K)
+    edge = np.ones((B, N + 1), bool)
+    edge[:, 1:-1] = slot[:, 1:] != slot[:, :-1]
+    own = lambda x, n, new, s: np.where(new[:, None, None, None], x[np.arange(B), slot[:, n]], s)  # noqa: E731
+    before, after, residuals, out = forward(lambda n, s: own(states, n, edge[:, n], s))
+    got, final = pass_state(X, states, slot, OPTIONS)
+    starts, again = recompute_states(X, states, slot, OPTIONS)
+    check(BF16_FORWARD, output=(got, out), states_before_chunks=(starts, before), residuals=(again, residuals))
+    dafter, dbefore, dresiduals = backward(lambda n, ds: own(dstates, n, edge[:, n + 1], ds))
+    ends, again, first = pass_state_backward(X, DOUT, dstates, jnp.asarray(slot), OPTIONS)
+    check(BF16_GRADIENT, cotangents=(ends, dafter), residuals=(again, dresiduals))
+    for b, s in np.ndindex(B, 4):
+        chunks = np.flatnonzero(slot[b] == s)
+        if len(chunks):
+            check(BF16_FORWARD, state=(final[b, s], after[b, :, chunks[-1]]))
+            check(BF16_GRADIENT, cotangent=(first[b, s], dbefore[b, :, chunks[0]]))
+        else:
+            assert np.isnan(final[b, s]).all() and (first[b, s] == dstates[b, s]).all()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["state", "zeros"])
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+def test_maps_of_pieces_are_composed_like_a_scan(pieces, given):
+    r = np.random.default_rng(pieces)
+    R = r.standard_normal((2, 3, pieces, 4, 4))
+    E, s = r.standard_normal((2, 3, pieces, 5, 4)), r.standard_normal((2, 3, 5, 4))
+    with jax.enable_x64(True):
+        states = first_states(*map(jnp.asarray, (R, E)), jnp.asarray(s) if given else None)
+        cotangents = first_cotangents(*map(jnp.asarray, (R, E)), jnp.asarray(s) if given else None)
+    for got, order, turn in ((states, range(pieces), False), (cotangents, reversed(range(pieces)), True)):
+        now = s * given
+        for p in order:
+            assert_close(got[:, :, p], now, 1e-13, f"piece {p}")
+            now = now @ (R[:, :, p].mT if turn else R[:, :, p]) + E[:, :, p]
+
+
+def test_as_many_pieces_as_keep_the_machine_busy():
+    def allowed(programs, chunks, pieces):
+        return programs * pieces <= PROGRAMS and chunks % pieces == 0 and chunks // pieces >= SHORTEST
+
+    for programs, chunks in itertools.product((1, 7, 16, 33, 34, 132, 999), (1, 48, 191, 192, 200, 2048, 4095)):
+        most = max((p for p in (4, 8, 16, 32, 64, 128) if allowed(programs, chunks, p)), default=1)
+        assert choose_pieces(programs, chunks) == most, (programs, chunks)
+    assert choose_pieces(16, 2048) == 8 and choose_pieces(34, 2048) == 1 and choose_pieces(1, 192) == 4
