@@ -1,11 +1,12 @@
 """Times the kernels beside what they are compared with, prints a short table, and writes all of it to results/.
 
     python -m experiments.benchmark --suite=kda_cpu     # chunked XLA path against the token scan
-    python -m experiments.benchmark --suite=kda_gpu     # the same path in bfloat16 against fla's figures (and fla)
+    python -m experiments.benchmark --suite=kda_gpu     # our kernels and XLA path against fla (and its figures)
     python -m experiments.benchmark --suite=attn_res    # attn_res against its plain reference
     python -m experiments.benchmark --suite=tpu_schedule    # the TPU kernels as their compiler sees them; needs no TPU
 
-All but the last run on the default device, whatever it is, and say so in the file.
+All but the last run on the default device, whatever it is, and say so in the file. kda_gpu writes after every case, and
+keeps what the file has of others: --cases=B1-H32-T8192,decode-B1-H32 --implementations=mosaic_gpu measure parts of it.
 """
 
 import json
@@ -19,27 +20,40 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import tpu_schedule
+from experiments import benchmark_kda_gpu, tpu_schedule
+from experiments.benchmark_kda_gpu import CASES, IMPLEMENTATIONS
 from experiments.benchmark_suites import SUITES, versions
 
 _COMPILED = {"tpu_schedule": tpu_schedule.measure}  # nothing runs, nothing is timed
-_SUITE = flags.DEFINE_enum("suite", None, [*SUITES, *_COMPILED], "What to measure.", required=True)
+_BY_CASE = {"kda_gpu": benchmark_kda_gpu.kda_gpu}
+_ALL = SUITES | _BY_CASE | _COMPILED
+_SUITE = flags.DEFINE_enum("suite", None, [*_ALL], "What to measure.", required=True)
 _REPEATS = flags.DEFINE_integer(
     "repeats", None, "Measurements to take the median of (default: the suite's).", lower_bound=1
+)
+_CASES = flags.DEFINE_list("cases", None, f"Of kda_gpu: {', '.join(case.name for case in CASES)} (default: all).")
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", None, f"Of kda_gpu: {', '.join(IMPLEMENTATIONS)} (default: all that are here)."
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write (default: results/SUITE.json).")
 
 
 def measure(suite: str, **options: Any) -> dict[str, Any]:
     """Runs a suite; returns its result with what one needs to repeat it: card, versions, date, command."""
-    repeats = f" --repeats={options['repeats']}" if "repeats" in options else ""
+    command = f"python -m experiments.benchmark --suite={suite}"
+    if "repeats" in options:
+        command += f" --repeats={options['repeats']}"
+    if suite in _BY_CASE and "cases" in options:
+        command += f" --cases={','.join(case.name for case in options['cases'])}"
+    if "implementations" in options:
+        command += f" --implementations={','.join(options['implementations'])}"
     return {
         "suite": suite,
-        "command": f"python -m experiments.benchmark --suite={suite}{repeats}",
+        "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "card": card(),
         "versions": {"python": platform.python_version(), **versions()},
-        **(SUITES | _COMPILED)[suite](**options),
+        **_ALL[suite](**options),
     }
 
 
@@ -60,7 +74,7 @@ def table(result: Mapping[str, Any]) -> str:
     if result["suite"] in _COMPILED:
         return tpu_schedule.table(result)
     lines = [f"{result['suite']} on {result['card']}, {', '.join(f'{k}={v}' for k, v in result['case'].items())}"]
-    lines += [f"  {name:36}{ms['median']:12.3f} ms" for name, ms in result["ms"].items()]
+    lines += [f"  {name:36}{ms['median']:12.3f} ms{_aim(ms)}" for name, ms in result["ms"].items()]
     lines += [f"  {name}: {ratio['value']:.2f}x{_aim(ratio)}" for name, ratio in result["ratios"].items()]
     if compiled := result.get("compile"):
         lines.append(f"  compile, forward and gradient, T={compiled['T']}: {compiled['seconds']} s{_aim(compiled)}")
@@ -86,12 +100,28 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     if _REPEATS.value and _SUITE.value in _COMPILED:
         raise app.UsageError(f"--repeats: {_SUITE.value} measures nothing that varies")
-    # Room for PyTorch beside jax on one card, should fla take part; read when jax first touches the device.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    if (_CASES.value or _IMPLEMENTATIONS.value) and _SUITE.value not in _BY_CASE:
+        raise app.UsageError(f"--cases, --implementations: {_SUITE.value} has no parts to choose from")
+    if unknown := {*(_CASES.value or ())} - {case.name for case in CASES}:
+        raise app.UsageError(f"--cases: got {', '.join(unknown)}; there are {', '.join(case.name for case in CASES)}")
+    # PyTorch may share the card: jax takes what it needs, no more. Read when it first touches the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
-    result = measure(_SUITE.value, **({"repeats": _REPEATS.value} if _REPEATS.value else {}))
-    write(result, Path(_OUT.value or f"results/{_SUITE.value}.json"))
-    print(table(result))
+    options = {"repeats": _REPEATS.value} if _REPEATS.value else {}
+    path = Path(_OUT.value or f"results/{_SUITE.value}.json")
+    if _SUITE.value not in _BY_CASE:
+        result = measure(_SUITE.value, **options)
+        write(result, path)
+        print(table(result))
+        return
+    if _IMPLEMENTATIONS.value:
+        options["implementations"] = _IMPLEMENTATIONS.value
+    for case in CASES:
+        if _CASES.value and case.name not in _CASES.value:
+            continue
+        result = measure(_SUITE.value, cases=(case,), **options)
+        write(benchmark_kda_gpu.merge(json.loads(path.read_text()) if path.exists() else {}, result), path)
+        print(table(result), flush=True)
 
 
 if __name__ == "__main__":

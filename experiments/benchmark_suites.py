@@ -5,7 +5,6 @@ the two results are compared first: a fast wrong answer is an error, not a time.
 """
 
 import importlib.metadata
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attn_res, attn_res_reference, kda, kda_reference
-
-# Of fla 0.6.0 on an H200, at the default case of kda_gpu: ms of the forward, and of forward and backward.
-FLA_FORWARD_MS, FLA_BOTH_MS = 0.976, 4.574
 
 Run = Callable[[int], None]  # makes so many calls, and returns when the device has finished them
 
@@ -75,38 +71,6 @@ def kda_cpu(repeats: int = 5, case: KDACase = KDACase(), compile_T: int = 2048) 
     }
 
 
-def kda_gpu(repeats: int = 20, case: KDACase = KDACase(H=32, dtype="bfloat16")) -> dict[str, Any]:
-    """The XLA path with all activations fused (bounded gate, L2 norm, sigmoid) against fla's Triton kernels.
-
-    fla runs in this process if it can be imported; its figures from an H200 stand beside it in any case.
-    """
-    arguments = raw_kda_inputs(case)
-    options = dict(gate="bounded", lower_bound=-5.0, qk_l2norm=True, beta_sigmoid=True)
-
-    def fused(function):
-        def call(q, k, v, g, beta, state, A_log, dt_bias):
-            return function(q, k, v, g, beta, initial_state=state, A_log=A_log, dt_bias=dt_bias, **options)
-
-        return call
-
-    fast = fused(partial(kda, backend="xla"))
-    run_forward, run_both = jax.jit(fast), jax.jit(with_gradient(fast))
-    error = _worst_difference(run_forward(*arguments), jax.jit(fused(kda_reference))(*arguments))
-    _check(error, 2e-2, "forward")
-    runs = {"xla forward": _jax_run(run_forward, arguments), "xla forward and gradient": _jax_run(run_both, arguments)}
-    if fla := fla_runs(arguments):
-        runs |= fla
-    measured = {"calls_per_repeat": 10, "ms": _in_turns(runs, repeats, 10), "worst_difference": {"forward": error}}
-    ratios = {}
-    for part, fla_ms in (("forward", FLA_FORWARD_MS), ("forward and gradient", FLA_BOTH_MS)):
-        aim = {"at_most": 4.0} if part == "forward and gradient" else {}
-        value = round(measured["ms"][f"xla {part}"]["median"] / fla_ms, 3)
-        ratios[f"{part}, to the {fla_ms} ms of fla 0.6.0 on an H200"] = {"value": value, **aim}
-        if fla:
-            ratios[f"{part}, to fla here"] = {"value": _ratio(measured, f"xla {part}", f"fla {part}"), **aim}
-    return {"case": asdict(case), **measured, "ratios": ratios}
-
-
 def attn_res_xla(repeats: int = 10, case: AttnResCase | None = None) -> dict[str, Any]:
     """The XLA path of attn_res against the plain reference, forward and with all gradients, on this device."""
     case = case or AttnResCase(dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -128,7 +92,7 @@ def attn_res_xla(repeats: int = 10, case: AttnResCase | None = None) -> dict[str
     return {"case": asdict(case), **measured, "ratios": ratios, "forward_GB_per_s": round(speed, 1)}
 
 
-SUITES: dict[str, Callable[..., dict[str, Any]]] = {"kda_cpu": kda_cpu, "kda_gpu": kda_gpu, "attn_res": attn_res_xla}
+SUITES: dict[str, Callable[..., dict[str, Any]]] = {"kda_cpu": kda_cpu, "attn_res": attn_res_xla}
 
 
 def kda_inputs(case: KDACase) -> tuple[jax.Array, ...]:
@@ -144,16 +108,6 @@ def kda_inputs(case: KDACase) -> tuple[jax.Array, ...]:
     return *(x.astype(case.dtype) for x in (q, k, v)), g, beta, state
 
 
-def raw_kda_inputs(case: KDACase) -> tuple[jax.Array, ...]:
-    """q, k, v, and logits of g and beta, in the case's dtype; initial_state, A_log and dt_bias in float32."""
-    keys = jax.random.split(jax.random.key(1), 8)
-    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
-    shapes = ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K), (B, T, H))
-    raw = (jax.random.normal(key, shape).astype(case.dtype) for key, shape in zip(keys, shapes, strict=False))
-    state = 0.1 * jax.random.normal(keys[5], (B, H, K, V))
-    return *raw, state, jax.random.uniform(keys[6], (H,), maxval=1.0), 0.1 * jax.random.normal(keys[7], (H * K,))
-
-
 def with_initial_state(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kda that takes initial_state as its sixth argument, so that all inputs are positional."""
     return lambda q, k, v, g, beta, state: function(q, k, v, g, beta, initial_state=state)
@@ -167,44 +121,6 @@ def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs, pullback(outputs)
 
     return both
-
-
-def fla_runs(arguments: Sequence[jax.Array]) -> dict[str, Run]:
-    """The same call by fla's chunk_kda, forward and with gradient; empty where fla or its GPU is not there."""
-    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("torch") is None:
-        return {}
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    from fla.ops.kda import chunk_kda
-
-    def tensor(x):
-        t = torch.from_numpy(np.array(x, np.float32)).cuda()
-        return (t.bfloat16() if x.dtype == jnp.bfloat16 else t).requires_grad_()
-
-    *inputs, state, A_log, dt_bias = map(tensor, arguments)
-
-    def call():
-        return chunk_kda(
-            *inputs, initial_state=state, output_final_state=True, A_log=A_log, dt_bias=dt_bias, lower_bound=-5.0,
-            safe_gate=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-        )  # fmt: skip
-
-    cotangents = [torch.randn_like(x) for x in call()]
-
-    def run_forward(calls: int) -> None:
-        with torch.no_grad():
-            for _ in range(calls):
-                call()
-        torch.cuda.synchronize()
-
-    def run_both(calls: int) -> None:
-        for _ in range(calls):
-            torch.autograd.grad(call(), [*inputs, state, A_log, dt_bias], cotangents)
-        torch.cuda.synchronize()
-
-    return {"fla forward": run_forward, "fla forward and gradient": run_both}
 
 
 def versions() -> dict[str, str]:
@@ -228,8 +144,8 @@ def _compare(
     """Times of both functions of each pair, in turns, after their results have been compared."""
     differences, runs = {}, {}
     for part, functions in pairs.items():
-        differences[part] = _worst_difference(*(function(*inputs) for function in functions))
-        _check(differences[part], tolerance, part)
+        difference = worst_difference(*(function(*inputs) for function in functions))
+        differences[part] = check_difference(difference, tolerance, part)
         runs |= {f"{name} {part}": _jax_run(f, inputs) for name, f in zip(names, functions, strict=True)}
     calls = 1 if jax.default_backend() == "cpu" else 10
     return {"calls_per_repeat": calls, "ms": _in_turns(runs, repeats, calls), "worst_difference": differences}
@@ -261,7 +177,7 @@ def _jax_run(function: Callable[..., Any], inputs: Sequence[Any]) -> Run:
     return run
 
 
-def _worst_difference(results: Any, expected: Any) -> float:
+def worst_difference(results: Any, expected: Any) -> float:
     """The largest relL2 of any output or gradient; inf if one is not finite."""
 
     def difference(x, ref):
@@ -273,11 +189,13 @@ def _worst_difference(results: Any, expected: Any) -> float:
     return max(jax.tree.leaves(jax.tree.map(difference, results, expected)))
 
 
-def _check(difference: float, tolerance: float, part: str) -> None:
+def check_difference(difference: float, tolerance: float, part: str) -> float:
+    """difference; ArithmeticError if it is over tolerance, or not a number."""
     if not difference <= tolerance:
         raise ArithmeticError(
             f"{part}: results differ by relL2 {difference:.2g}, over {tolerance:.2g}; nothing was timed"
         )
+    return difference
 
 
 def _ratio(measured: Mapping[str, Any], over: str, under: str) -> float:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import benchmark, benchmark_suites
+from experiments import benchmark, benchmark_kda_gpu, benchmark_suites
+from experiments.benchmark_kda_gpu import Case
 from experiments.benchmark_suites import AttnResCase, KDACase
 
 TOY = KDACase(T=48, H=2, K=16, V=8)
@@ -29,8 +30,8 @@ SUITES = [
     ),
     Suite(
         "kda_gpu",
-        dict(case=KDACase(T=48, H=2, K=16, V=16, dtype="bfloat16")),
-        ("xla forward", "xla forward and gradient"),
+        dict(cases=(Case(1, 48, 2, K=16, V=16), Case(2, 1, 2, K=16, V=16))),
+        ("B1-H2-T48 forward: xla", "B1-H2-T48 forward and gradient: xla", "decode-B2-H2 step: xla"),
     ),
     Suite(
         "attn_res",
@@ -48,7 +49,8 @@ def test_suite_measures_and_writes(suite, tmp_path):
         assert len(ms["all"]) == 3 and min(ms["all"]) > 0 and ms["median"] == sorted(ms["all"])[1]
     assert all(np.isfinite(ratio["value"]) and ratio["value"] > 0 for ratio in result["ratios"].values())
     assert 0 < max(result["worst_difference"].values()) < 2e-2
-    assert result["command"] == f"python -m experiments.benchmark --suite={suite.name} --repeats=3"
+    parts = " --cases=B1-H2-T48,decode-B2-H2" if suite.name == "kda_gpu" else ""
+    assert result["command"] == f"python -m experiments.benchmark --suite={suite.name} --repeats=3{parts}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"]) and result["versions"]["jax"] == jax.__version__
     benchmark.write(result, tmp_path / "results" / "x.json")
     assert [p.name for p in (tmp_path / "results").iterdir()] == ["x.json"]
@@ -58,7 +60,47 @@ def test_suite_measures_and_writes(suite, tmp_path):
 
 
 def test_every_suite_is_tried():
-    assert {s.name for s in SUITES} == set(benchmark_suites.SUITES)
+    assert {s.name for s in SUITES} == {*benchmark_suites.SUITES, *benchmark._BY_CASE}
+
+
+def timed(started, median, **more):
+    return {
+        "suite": "kda_gpu", "case": {}, "started": started, "date": started, "command": "c", "card": "", "versions": {},
+        "ms": {name: {"median": median, "all": [median]} for name in more}, "worst_difference": more,
+    }  # fmt: skip
+
+
+def test_cases_measured_apart_are_kept_together():
+    """fla is timed once, our kernels again and again: the newest of each is kept with its date, and compared."""
+    what = "B1-H32-T8192 forward"
+    step, fla, ours = "decode-B1-H32 step: mosaic_gpu", f"{what}: fla", f"{what}: mosaic_gpu"
+    both = benchmark_kda_gpu.merge({}, timed("monday", 2.0, **{step: 0.1, fla: 0.1, ours: 0.1}))
+    assert list(both["ms"]) == [fla, ours, step]  # in the suite's order
+    assert both["ratios"][f"{ours} to fla"] == {"value": 1.0, "at_most": 1.0, "same_run": True}
+    later = benchmark_kda_gpu.merge(both, timed("tuesday", 0.5, **{ours: 0.2}))
+    assert {name: entry["date"] for name, entry in later["ms"].items()} == {
+        fla: "monday",
+        ours: "tuesday",
+        step: "monday",
+    }
+    assert later["worst_difference"] == {fla: 0.1, ours: 0.2, step: 0.1}
+    assert later["ratios"][f"{ours} to fla"] == {"value": 0.25, "at_most": 1.0, "same_run": False}
+    assert later["ratios"][f"{ours} to the 1.01 ms of FlashKDA on an H200"]["value"] == 0.495
+    assert later["ratios"][f"{step} to the 0.0477 ms of fla 0.6.0 on an H200"]["value"] == round(2 / 0.0477, 3)
+
+
+def test_gpu_cases_that_are_wrong_or_not_here_are_not_timed(monkeypatch):
+    case = Case(1, 48, 2, K=16, V=16)
+    with pytest.raises(
+        ValueError, match=r"implementations: got \['mosaic_gpu'\]; B1-H2-T48 can be run here by \['xla'\]"
+    ):
+        benchmark_kda_gpu.kda_gpu(1, (case,), ("mosaic_gpu", "xla"))
+    scan = benchmark_kda_gpu.kda_reference
+    monkeypatch.setattr(
+        benchmark_kda_gpu, "kda_reference", lambda *a, **kw: jax.tree.map(lambda x: x * 1.02, scan(*a, **kw))
+    )
+    with pytest.raises(ArithmeticError, match="B1-H2-T48 xla output: results differ by relL2"):
+        benchmark_kda_gpu.kda_gpu(1, (case,))
 
 
 def test_ratio_and_aim_are_shown():
@@ -83,7 +125,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch):
     monkeypatch.setattr(benchmark_suites, "attn_res_reference", lambda *inputs: 1.01 * reference(*inputs))
     with pytest.raises(ArithmeticError, match="forward: results differ by relL2"):
         benchmark_suites.attn_res_xla(repeats=1, case=AttnResCase(N=3, T=8, D=16))
-    assert benchmark_suites._worst_difference(jnp.array([1.0, jnp.nan]), jnp.ones(2)) == float("inf")
+    assert benchmark_suites.worst_difference(jnp.array([1.0, jnp.nan]), jnp.ones(2)) == float("inf")
 
 
 def test_gradient_reaches_every_input():
