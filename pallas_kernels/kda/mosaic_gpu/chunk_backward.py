@@ -28,7 +28,7 @@ class ChunkGradients(NamedTuple):
 
 
 def chunk_backward(v, beta, inverse, decay, starts, residuals, ends, dresiduals, dout, o: Options) -> ChunkGradients:
-    """v, dout [B,T,HV V] bf16; beta [B,HV,T] float32; inverse, decay as in Terms; the rest is from the other kernels."""
+    """v, dout [B,T,HV V] bf16; beta [B,HV,T] float32; inverse, decay as in Terms; the rest from the other kernels."""
     B, HV, T = beta.shape
     N, nk, nv = T // CHUNK, o.K // 64, o.V // 64
     token = lambda w: jax.ShapeDtypeStruct((B, HV, T, w), BF16)  # noqa: E731
