@@ -17,6 +17,7 @@ __all__ = [
     "call_sequence",
     "common_limits",
     "pool_limits",
+    "rows_of_vmap",
     "sequence_mode_limits",
     "target",
     "with_step_gradient",
@@ -100,6 +101,29 @@ def with_step_gradient(step: Callable) -> Callable:
     def run(q, k, v, g, beta, state, *, scale, slots, activations):
         gate, A_log, dt_bias, *rest = activations
         return token((scale, gate, *rest), (q, k, v, g, beta, state, A_log, dt_bias), slots)
+
+    return run
+
+
+def rows_of_vmap(call: Callable) -> Callable:
+    """A step's call(tokens, parameters, slots or None, state) of a kernel, with a rule for vmap where Pallas has none of use.
+
+    The rows of all calls become those of one, and their pools one pool.
+    """
+    run = jax.custom_batching.custom_vmap(call)
+
+    @run.def_vmap
+    def rule(n, batched, *args):
+        args = jax.tree.map(lambda x, own: x if own else jnp.broadcast_to(x, (n, *x.shape)), args, tuple(batched))
+        if any(batched[1]):  # a call has gate parameters of its own
+            return jax.lax.map(lambda one: run(*one), args), (True, True)
+        tokens, parameters, slots, state = args
+        if slots is not None:
+            P = state.shape[1]
+            slots = jnp.where((slots >= 0) & (slots < P), slots + jnp.arange(n, dtype=jnp.int32)[:, None] * P, -1)
+        tokens, slots, merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (tokens, slots, state))
+        out, new = run(tokens, tuple(x[0] for x in parameters), slots, merged)
+        return (out.reshape(n, -1, *out.shape[1:]), new.reshape(state.shape)), (True, True)
 
     return run
 

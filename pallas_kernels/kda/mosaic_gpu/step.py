@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..kernels import rows_of_vmap
 from ..mesh import varying
 
 __all__ = ["gpu_step", "gpu_step_limits"]
@@ -75,7 +76,7 @@ def gpu_step(
         slots = slots.astype(jnp.result_type(slots, jnp.int32))
         slots = jnp.where((slots >= 0) & (slots < P), slots, -1).astype(jnp.int32)
     parameters = () if gate == "log" else (A_log.astype(_F32), dt_bias.astype(_F32))
-    run = _vmapped(partial(_call, scale=scale, activations=(gate, *rest), interpret=interpret))
+    run = rows_of_vmap(partial(_call, scale=scale, activations=(gate, *rest), interpret=interpret))
     return run((q, k, v, g, beta), parameters, slots, state)
 
 
@@ -89,26 +90,6 @@ def gpu_step_limits(q: jax.Array, v: jax.Array, state: jax.Array, *others: jax.A
     if K not in HEAD_SIZES or V not in HEAD_SIZES:
         return f"the GPU decode kernel has head sizes 64 and 128, not K = {K}, V = {V}"
     return None
-
-
-def _vmapped(call):
-    """call(tokens, parameters, slots, state) with a rule for vmap, since a kernel on Refs has none that is of use."""
-    run = jax.custom_batching.custom_vmap(call)
-
-    @run.def_vmap
-    def rule(n, batched, *args):
-        args = jax.tree.map(lambda x, own: x if own else jnp.broadcast_to(x, (n, *x.shape)), args, tuple(batched))
-        if any(batched[1]):  # a call has gate parameters of its own
-            return lax.map(lambda one: run(*one), args), (True, True)
-        tokens, parameters, slots, state = args
-        if slots is not None:
-            P = state.shape[1]
-            slots = jnp.where((slots >= 0) & (slots < P), slots + jnp.arange(n, dtype=jnp.int32)[:, None] * P, -1)
-        tokens, slots, merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (tokens, slots, state))
-        out, new = run(tokens, tuple(x[0] for x in parameters), slots, merged)
-        return (out.reshape(n, -1, *out.shape[1:]), new.reshape(state.shape)), (True, True)
-
-    return run
 
 
 def _call(tokens, parameters, slots, state, *, scale, activations, interpret):

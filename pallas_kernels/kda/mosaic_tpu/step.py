@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..gates import activate_gate
+from ..kernels import rows_of_vmap
 from ..reference import beta_of
 
 __all__ = ["step_limits", "tpu_step"]
@@ -84,7 +85,7 @@ def tpu_step(
         slots = slots.astype(jnp.result_type(slots, jnp.int32))
         slots = jnp.where((slots >= 0) & (slots < P), slots, -1).astype(jnp.int32)
     parameters = () if gate == "log" else (A_log.astype(jnp.float32)[:, None], dt_bias.astype(jnp.float32))
-    run = _vmapped(partial(_call, scale=scale, activations=(gate, *rest), interpret=interpret))
+    run = rows_of_vmap(partial(_call, scale=scale, activations=(gate, *rest), interpret=interpret))
     return run((q, k, v, g, beta), parameters, slots, state)
 
 
@@ -129,25 +130,6 @@ def _plan(tokens, state) -> _Plan:
     rows = pl.cdiv(B, parts * pl.cdiv(B, parts * most))
     paired = q.dtype == k.dtype == jnp.bfloat16
     return _Plan(parts, pl.cdiv(B, parts * rows), rows, heads, ring, ahead=ring // 2, paired=paired)
-
-
-def _vmapped(call):
-    """call(tokens, parameters, slots, state) with a rule for vmap, since a state left in HBM has none of Pallas's."""
-    run = jax.custom_batching.custom_vmap(call)
-
-    @run.def_vmap
-    def rule(n, batched, *args):
-        args = jax.tree.map(lambda x, own: x if own else jnp.broadcast_to(x, (n, *x.shape)), args, tuple(batched))
-        if any(batched[1]):  # a call has gate parameters of its own
-            return lax.map(lambda one: run(*one), args), (True, True)
-        tokens, parameters, slots, state = args
-        pools = jnp.arange(n, dtype=jnp.int32)[:, None] * state.shape[1]
-        slots = jnp.where(slots >= 0, slots + pools, -1)
-        tokens, slots, merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (tokens, slots, state))
-        out, new = run(tokens, tuple(x[0] for x in parameters), slots, merged)
-        return (out.reshape(n, -1, *out.shape[1:]), new.reshape(state.shape)), (True, True)
-
-    return run
 
 
 def _call(tokens, parameters, slots, state, *, scale, activations, interpret):
