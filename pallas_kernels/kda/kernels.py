@@ -106,7 +106,7 @@ def with_step_gradient(step: Callable) -> Callable:
 
 
 def rows_of_vmap(call: Callable) -> Callable:
-    """A step's kernel call(tokens, parameters, slots or None, state), with a rule for vmap where Pallas has none of use.
+    """A step's kernel call(tokens, parameters, slots or None, state) with a rule for vmap where Pallas has none of use.
 
     The rows of all calls become those of one, and their pools one pool.
     """
