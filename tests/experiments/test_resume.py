@@ -106,7 +106,7 @@ def test_kill_at_random_moments(runner, undisturbed):
     workdir = runner.folder / "killed"
     dice = random.Random()
     # Once before the first checkpoint, then in the midst of steps and saves.
-    for earliest, spread in ((2, 3), (30, 20), (75, 20)):
+    for earliest, spread in ((2, 3), (60, 30)):
         process = runner.start(workdir, *runner.flags)
         wait_for_step(process, workdir, earliest + dice.randrange(spread))
         time.sleep(dice.uniform(0, 0.02))

@@ -109,7 +109,7 @@ def test_too_much_vmem():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("axes", ["auto", "explicit"])
+@pytest.mark.parametrize("axes", ["auto", pytest.param("explicit", marks=pytest.mark.exhaustive)])
 def test_collectives_on_a_mesh(axes):
     for gather in (False, True):
         compiled = compile_for(

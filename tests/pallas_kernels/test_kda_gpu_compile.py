@@ -59,10 +59,10 @@ CALLS = [
     Call("segments_in_place_bounded", T=100, segments=0, options=BOUNDED, lowers=False),
     Call("grouped_values", H=2, HV=8, options=SOFTPLUS, lowers=False),
     Call("grouped_values_packed", H=1, HV=3, K=64, V=64, segments=2, options=BOUNDED),
-    Call("small_keys", K=64),
+    Call("small_keys", K=64, lowers=False),
     Call("small_values", V=64, options=SOFTPLUS),
     Call("small_heads", K=64, V=64, options=BOUNDED, lowers=False),
-    Call("odd_length", T=77, options=BOUNDED),
+    Call("odd_length", T=77, options=BOUNDED, lowers=False),
     Call("one_token", T=1, lowers=False),
     Call("one_head", B=1, H=1, HV=1, lowers=False),
     Call("thirteen_heads", B=1, H=13, HV=13, options=SOFTPLUS, lowers=False),
@@ -221,7 +221,13 @@ def test_decode_step(case):
 # --- Transformations ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("own", "segments"), [(True, 3), (False, None)], ids=["own_parameters", "shared_parameters"])
+@pytest.mark.parametrize(
+    ("own", "segments"),
+    [
+        pytest.param(True, 3, id="own_parameters"),
+        pytest.param(False, None, id="shared_parameters", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_vmap(own, segments):
     case = Call("vmap", T=100, segments=segments, options=SOFTPLUS)
     arrays, ids = arguments(case)
@@ -268,7 +274,11 @@ MESHED = Call("mesh", B=2, H=4, HV=4, options=SOFTPLUS)
 
 
 @pytest.mark.parametrize(
-    ("axes", "H"), [(AxisType.Explicit, 4), (AxisType.Auto, 1)], ids=["groups_split", "queries_repeated"]
+    ("axes", "H"),
+    [
+        pytest.param(AxisType.Explicit, 4, id="groups_split"),
+        pytest.param(AxisType.Auto, 1, id="queries_repeated", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_field_SH05_a_mesh(axes, H):
     """Explicit axes say how arguments lie, Auto ones need `sharded`: each device gets 1 row and 2 of the 4 heads."""
