@@ -44,7 +44,7 @@ from .registers import (
     widen,
 )
 
-__all__ = ["Options", "Terms", "intra"]
+__all__ = ["Options", "Terms", "by_block", "fixed", "intra", "log2_gate", "matmul", "tile_indices"]
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 LOG2E = 1.4426950408889634
@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """T is padded to N chunks of 64 tokens."""
+    """Of N chunks, T = 64 N."""
 
     w: jax.Array  # [B, HV, T, K] bf16
     q_in: jax.Array  # [B, HV, T, K] bf16: scale q e^G
@@ -143,10 +143,10 @@ def _kernel(q_hbm, k_hbm, v_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, 
     down_beta = fixed(per_token(plgpu.load(beta_hbm.at[b, h, rows], layout=WGMMA.reduce(1), optimized=False), WGMMA))
     rate = rate_hbm[h] if o.gate != "log" else None
     plgpu.barrier_wait(arrived.at[0])
-    _normalise(q_raw, q_unit, norms, 0, o)
+    normalise_rows(q_raw, q_unit, norms, 0, o)
     bias = read_bias(bias_hbm, h, 0, o)  # here and below long before it is used
     plgpu.barrier_wait(arrived.at[1])
-    _normalise(k_raw, k_unit, norms, 1, o)
+    normalise_rows(k_raw, k_unit, norms, 1, o)
     plgpu.barrier_wait(arrived.at[2])
 
     # Decayed products and the decayed q and k.
@@ -174,7 +174,7 @@ def _kernel(q_hbm, k_hbm, v_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, 
         t = [plgpu.load(totals.at[8 * i, j], layout=WALK.reduce(0)) for j in range(4)]
         decay_hbm[b, h, pl.ds(n * o.K + 64 * i, 64)] = t[0] * t[1] * t[2] * t[3]
         t = [over_tokens(x, WALK) for x in t]
-        at = partial(_by_block, row_warp)
+        at = partial(by_block, row_warp)
         warp_sync()
         ks, up = plgpu.load(k_unit.at[i], layout=WALK), plgpu.load(ups.at[0], layout=WALK)
         far = up * at([t[1], t[2], None, None]).astype(F16)
@@ -266,7 +266,7 @@ def log2_gate(x, rate, bias, o):
     if o.gate == "log":
         return x * LOG2E
     z = x + over_tokens(bias, WALK)
-    if o.gate == "bounded":  # lower_bound * sigmoid(rate z); 1 / y as rsqrt(y)^2, which is one instruction more than it
+    if o.gate == "bounded":  # lower_bound * sigmoid(rate z); 1 / y as rsqrt(y)^2, since a division is long
         r = jax.lax.rsqrt(1.0 + jnp.exp2(z * (-LOG2E * rate)))
         return r * r * (o.lower_bound * LOG2E)
     z = z * LOG2E  # -rate * softplus(z)
@@ -329,14 +329,14 @@ def _own_tile(x, warp):
     return jnp.where(w < 2, jnp.where(w == 0, tiles[0], tiles[1]), jnp.where(w == 2, tiles[2], tiles[3]))
 
 
-def _by_block(warp, values):
+def by_block(warp, values):
     """values[w] in the rows of warp w; None is 1."""
     values = [1.0 if x is None else x for x in values]
     low = jnp.where(warp == 0, values[0], values[1])
     return jnp.where(warp < 2, low, jnp.where(warp == 2, values[2], values[3]))
 
 
-def _normalise(raw, unit, norms, which, o):
+def normalise_rows(raw, unit, norms, which, o):
     """Rows of raw [nk,64,64] to unit in fp16: L2-normalised and q scaled, or divided by their largest entry.
 
     In the second case norms say by how much, q's times scale.

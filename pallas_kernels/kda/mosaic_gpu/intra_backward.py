@@ -22,7 +22,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from .intra import BF16, F32, Options, _by_block, fixed, log2_gate, tile_indices
+from .intra import BF16, F32, Options, by_block, fixed, log2_gate, tile_indices
 from .registers import (
     CHUNK,
     SMEM_TILE,
@@ -114,7 +114,7 @@ def _kernel(q_hbm, k_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, a_hbm, m_hbm, x_h
     totals[...] = total
     sync()
     t = [over_tokens(plgpu.load(totals.at[i], layout=WALK.reduce(0)), WALK) for i in range(4)]
-    at = lambda values: _by_block(row_warp, values)  # noqa: E731
+    at = lambda values: by_block(row_warp, values)  # noqa: E731
     for i, f in enumerate(levels):
         factors[i] = f.astype(BF16)
     factors[4] = jnp.where((row_warp & 1) == 1, down, up).astype(BF16)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 __all__ = ["choose_pieces", "first_cotangents", "first_states"]
 
 PROGRAMS = 132  # multiprocessors of an H100 or H200
-SHORTEST = 48  # chunks; below, composing the maps costs more than the walk saves
+SHORTEST = 48  # chunks; below, by estimate, composing the maps costs more than the walk saves
 
 
 def choose_pieces(programs: int, chunks: int) -> int:

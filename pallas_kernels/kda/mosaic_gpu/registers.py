@@ -152,7 +152,6 @@ def tile_products(x, y, accumulator=None):
 
 
 def _tile_products(ctx, x, y, accumulator=None):
-    width = accumulator.shape[1] if accumulator is not None else TILE
     word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     x, y = ([[utils.bitcast(r, word) for r in pair] for pair in z.registers.reshape(-1, 2)] for z in (x, y))
     if accumulator is None:
@@ -175,7 +174,7 @@ def _tile_products(ctx, x, y, accumulator=None):
     pair = ir.VectorType.get((2,), f32)
     registers = [vector.from_elements(pair, sums[n][2 * r : 2 * r + 2]) for n in range(2) for r in range(2)]
     layout = WGMMA.to_mgpu()
-    return array(registers, layout.registers_shape((CHUNK, width)), layout)
+    return array(registers, layout.registers_shape((CHUNK, TILE)), layout)
 
 
 _products = plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=value(WGMMA, (CHUNK, TILE)))(_tile_products)
