@@ -7,8 +7,7 @@ Needs the two wheels of jax's CUDA plugin, which hold XLA's compiler and NVIDIA'
 GPU. That a program compiles, its registers, spills, shared memory and the memory of all of it are what a real machine
 would get. Nothing runs: neither numerics nor time are measured.
 
-Each compile has a process of its own (`python -m experiments.gpu_aot FILE`, started by `compile_for`): Mosaic reads
-where to leave its dumps once.
+Each compile has a process of its own (`aot_process`): Mosaic reads where to leave its dumps once.
 
     lower_for_hopper(function, *shapes, mesh=hopper_mesh({"data": 2}))
 
@@ -16,14 +15,9 @@ goes as far as jax alone can: to the kernels' own code, in this process and with
 would refuse (registers, shared memory) is not found.
 """
 
-import importlib
 import importlib.util
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -36,7 +30,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from experiments import tpu_dumps
+from experiments import aot_process
+from experiments.aot_process import CompileError
 
 __all__ = [
     "GPUS",
@@ -116,14 +111,6 @@ class Compiled:
     compile_seconds: float
 
 
-class CompileError(RuntimeError):
-    """The program could not be traced, lowered or compiled; says why. `kind` is the exception's name in the child."""
-
-    def __init__(self, message: str, kind: str = "abort"):
-        super().__init__(message)
-        self.kind = kind
-
-
 def compile_for(
     target: str,
     kwargs: Mapping[str, Any],
@@ -156,8 +143,8 @@ def compile_for(
     spec = {"target": target, "kwargs": dict(kwargs), "gpu": gpu, "mesh": mesh and dict(mesh), "mesh_axes": mesh_axes}
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="gpu_aot-") as folder:
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = _compile(spec, folder, timeout)
+        environment = {"MOSAIC_GPU_DUMP_TO": str(folder.resolve()), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        facts = aot_process.ask("experiments.gpu_aot", spec, folder, f"{target} for {gpu}", environment, timeout)
         kernels = {name: _kernel(folder, stem, name) for stem, name in _named_dumps(folder)}
     return Compiled(card, kernels, **facts)
 
@@ -185,31 +172,6 @@ def hopper_mesh(axes: Mapping[str, int], axis_type: AxisType = AxisType.Explicit
     """A mesh of GPUs that need not be there, of the given sizes of named axes."""
     device = AbstractDevice(device_kind=GPUS[gpu].kind, num_cores=GPUS[gpu].sms, platform="gpu")
     return AbstractMesh(tuple(axes.values()), tuple(axes), (axis_type,) * len(axes), abstract_device=device)
-
-
-def _compile(spec: dict, folder: Path, timeout: float) -> dict[str, Any]:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache leaves no dumps
-        "MOSAIC_GPU_DUMP_TO": str(folder.resolve()),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }
-    (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "experiments.gpu_aot", str(folder / "spec.json")]
-    what = f"{spec['target']} for {spec['gpu']}"
-    try:
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        raise CompileError(f"{what}: not compiled within {timeout:g} s", "TimeoutExpired") from None
-    (folder / "stderr.txt").write_text(child.stderr)
-    try:
-        facts = json.loads((folder / "facts.json").read_text())
-    except FileNotFoundError:
-        raise CompileError(f"{what}: the compiler ended its process: {child.stderr.strip()[-500:]}") from None
-    if error := facts.get("error"):
-        raise CompileError(f"{what}: {error}", facts["kind"])
-    return facts
 
 
 def _named_dumps(folder: Path) -> list[tuple[str, str]]:
@@ -253,52 +215,21 @@ def _ops(ptx: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _child(spec_file: Path) -> None:
-    """Compiles what spec_file says and writes facts.json beside it."""
-    spec = json.loads(spec_file.read_text())
-    try:
-        facts = _facts(spec)
-    except Exception as error:
-        facts = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
-    (spec_file.parent / "facts.json").write_text(json.dumps(facts))
-
-
 def _facts(spec: Mapping[str, Any]) -> dict[str, Any]:
-    import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, SingleDeviceSharding
 
     card, count = GPUS[spec["gpu"]], math.prod((spec["mesh"] or {}).values())
     devices = topologies.get_topology_desc(
         spec["gpu"], "cuda", topology=f"1x1x{count}", target_config=_target_config(card)
     ).devices
-    if spec["mesh"]:
-        names, sizes = zip(*spec["mesh"].items(), strict=True)
-        axis_type = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[spec["mesh_axes"]]
-        mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(axis_type,) * len(names))
-        context, options = jax.set_mesh(mesh), {"mesh": mesh}
-    else:
-        context, options = jax.sharding.use_abstract_mesh(hopper_mesh({"_": 1}, AxisType.Auto, spec["gpu"])), {}
-
-    def place(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0]))
-
-    module, _, name = spec["target"].partition(":")
-    with context:
-        function, arguments = getattr(importlib.import_module(module), name)(**spec["kwargs"], **options)
-        arguments = arguments if spec["mesh"] else jax.tree.map(place, arguments)
-        jitted = function if hasattr(function, "trace") else jax.jit(function)
+    with aot_process.program(spec, devices, hopper_mesh({"_": 1}, AxisType.Auto, spec["gpu"])) as (jitted, arguments):
         started = time.perf_counter()
         # Named, since jax looks for a GPU before it believes in the platform of these devices.
         compiled = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
         seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
     return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "alias_bytes": memory.alias_size_in_bytes,
-        "collectives": tpu_dumps.collectives(compiled.as_text()),
+        **aot_process.sizes(compiled),
+        "alias_bytes": compiled.memory_analysis().alias_size_in_bytes,
         "compile_seconds": round(seconds, 2),
     }
 
@@ -330,4 +261,4 @@ def _target_config(gpu: Gpu) -> str:
 
 
 if __name__ == "__main__":
-    _child(Path(sys.argv[1]))
+    aot_process.answer(_facts)

@@ -8,27 +8,26 @@ are the compiler's static simulation of a kernel's whole grid: good to some per 
 arithmetic, some 40% too slow where it waits for memory, and reads and writes do not share bandwidth in it, so that a
 time is also at least `Kernel.hbm_bytes` over the bandwidth. Nothing runs: neither numerics nor real time are measured.
 
-Each compile has a process of its own (`python -m experiments.tpu_aot FILE`, started by `compile_for`): libtpu reads
-its flags once, and many mistakes, the profiler's own among them, are failed CHECKs that end the process.
+Each compile has a process of its own (`aot_process`): libtpu reads its flags once, and many mistakes, the profiler's
+own among them, are failed CHECKs that end the process.
 """
 
-import importlib
 import importlib.util
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments import tpu_dumps
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from experiments import aot_process, tpu_dumps
+from experiments.aot_process import CompileError, Crash
 from experiments.quiet_tpu import SINGLE_HOST
 
 __all__ = ["GENERATIONS", "CompileError", "Compiled", "Generation", "Kernel", "compile_for"]
@@ -100,14 +99,6 @@ class Compiled:
     profiler_error: str | None  # why the profiler gave up; what it had written until then is used
 
 
-class CompileError(RuntimeError):
-    """The program could not be traced, lowered or compiled; says why. `kind` is the exception's name in the child."""
-
-    def __init__(self, message: str, kind: str = "abort"):
-        super().__init__(message)
-        self.kind = kind
-
-
 def compile_for(
     target: str,
     kwargs: Mapping[str, Any],
@@ -147,13 +138,15 @@ def compile_for(
     flags = _profiler_flags(critical_path) if profile and not mesh else []
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="tpu_aot-") as folder:
         first = Path(folder, f"{generation}-profiled" if flags else generation)
-        facts, error = _compile(spec, machine, first, flags, timeout), None
-        if facts is None:  # the profiler gave up: its estimates so far lie in `first`, the rest comes from another run
-            error, second = _failed_check(first), Path(folder, generation)
-            facts = _compile(spec, machine, second, [], timeout)
-            estimates, texts = tpu_dumps.estimated_cycles(first), second
-        else:
-            estimates, texts = tpu_dumps.estimated_cycles(first), first
+        try:
+            facts, error, texts = _compile(spec, machine, first, flags, timeout), None, first
+        except Crash as crash:
+            if not flags:
+                raise
+            # The profiler gave up: its estimates so far lie in `first`, the rest comes from another run.
+            error, texts = crash.last_words, Path(folder, generation)
+            facts = _compile(spec, machine, texts, [], timeout)
+        estimates = tpu_dumps.estimated_cycles(first)
         kernels: dict[str, Kernel] = {}
         for hlo_name, (name, vmem) in facts.pop("custom_calls").items():
             call, text = facts["calls"][name], tpu_dumps.program_text(texts, hlo_name)
@@ -180,46 +173,27 @@ def _profiler_flags(critical_path: bool) -> list[str]:
     ]
 
 
-def _compile(spec: dict, machine: Generation, folder: Path, flags: list[str], timeout: float) -> dict[str, Any] | None:
-    """What the child found out; None if the profiler ended it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _compile(spec: dict, machine: Generation, folder: Path, flags: list[str], timeout: float) -> dict[str, Any]:
     dump = [f"--xla_jf_dump_to={folder}", "--xla_jf_dump_llo_text=true"]
     dump += ["--xla_jf_dump_llo_pass_label_regex=(final_bundles|bundle-profile)"]
-    environment = os.environ | SINGLE_HOST | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache leaves no dumps
+    environment = SINGLE_HOST | {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_MIN_LOG_LEVEL": "3",
         "TPU_STDERR_LOG_LEVEL": "3",
         "LIBTPU_INIT_ARGS": " ".join([*dump, *(flag.format(folder=folder) for flag in flags)]),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }  # fmt: skip
-    (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "experiments.tpu_aot", str(folder / "spec.json")]
-    what = f"{spec['target']} for {machine.name}"
-    try:
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        raise CompileError(f"{what}: not compiled within {timeout:g} s", "TimeoutExpired") from None
-    (folder / "stderr.txt").write_text(child.stderr)
-    try:
-        facts = json.loads((folder / "facts.json").read_text())
-    except FileNotFoundError:
-        if flags and child.returncode < 0:
-            return None
-        raise CompileError(f"{what}: the compiler ended its process: {_failed_check(folder)}") from None
-    if error := facts.get("error"):
-        raise CompileError(f"{what}: {_explain(error, machine)}", facts["kind"])
-    return facts
+    }
+    return aot_process.ask(
+        "experiments.tpu_aot", spec, folder, f"{spec['target']} for {machine.name}", environment, timeout,
+        explain=partial(_explain, machine), last_words=_failed_check,
+    )  # fmt: skip
 
 
-def _failed_check(folder: Path) -> str:
-    text = (folder / "stderr.txt").read_text()
-    found = re.search(r"(?:Static LLO profiling|Check failed:|ERROR:).*", text)
-    return found[0][:300] if found else text.strip()[-300:]
+def _failed_check(stderr: str) -> str:
+    found = re.search(r"(?:Static LLO profiling|Check failed:|ERROR:).*", stderr)
+    return found[0][:300] if found else stderr.strip()[-300:]
 
 
-def _explain(error: str, machine: Generation) -> str:
+def _explain(machine: Generation, error: str) -> str:
     if vmem := re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", error):
         return (
             f"a kernel needs {vmem[1]} of VMEM and may use {vmem[2]}: take smaller blocks, or raise "
@@ -228,55 +202,23 @@ def _explain(error: str, machine: Generation) -> str:
     return error
 
 
-def _child(spec_file: Path) -> None:
-    """Compiles what spec_file says and writes facts.json beside it."""
-    spec = json.loads(spec_file.read_text())
-    try:
-        facts = _facts(spec)
-    except Exception as error:
-        facts = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
-    (spec_file.parent / "facts.json").write_text(json.dumps(facts))
-
-
 def _facts(spec: Mapping[str, Any]) -> dict[str, Any]:
-    import jax
-    import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
     devices = topologies.get_topology_desc(spec["topology"], "tpu").devices
-    if spec["mesh"]:
-        names, sizes = zip(*spec["mesh"].items(), strict=True)
-        axis_type = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[spec["mesh_axes"]]
-        chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
-        mesh = Mesh(chosen, names, axis_types=(axis_type,) * len(names))
-        context, options = jax.set_mesh(mesh), {"mesh": mesh}
-    else:  # an abstract mesh tells Pallas, and dispatch by platform, what machine it is for
-        kind = {"device_kind": devices[0].device_kind, "num_cores": devices[0].num_cores, "platform": "tpu"}
-        mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=AbstractDevice(**kind))
-        context, options = jax.sharding.use_abstract_mesh(mesh), {}
-
-    def place(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(devices[0]))
-
-    module, _, name = spec["target"].partition(":")
-    with context:
-        function, arguments = getattr(importlib.import_module(module), name)(**spec["kwargs"], **options)
-        arguments = arguments if spec["mesh"] else jax.tree.map(place, arguments)
-        jitted = function if hasattr(function, "trace") else jax.jit(function)
+    kind = {"device_kind": devices[0].device_kind, "num_cores": devices[0].num_cores, "platform": "tpu"}
+    alone = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=AbstractDevice(**kind))
+    with aot_process.program(spec, devices, alone) as (jitted, arguments):
         traced = jitted.trace(*arguments)
         started = time.perf_counter()
         compiled = traced.lower().compile()
         seconds = time.perf_counter() - started
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    text = compiled.as_text()
     return {
+        **aot_process.sizes(compiled),
         "calls": dict(_pallas_calls(traced.jaxpr.jaxpr)),
         "custom_calls": tpu_dumps.custom_calls(text),
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
         "other_cycles": tpu_dumps.other_cycles(text),
-        "collectives": tpu_dumps.collectives(text),
         "compile_seconds": round(seconds, 2),
     }
 
@@ -300,4 +242,4 @@ def _pallas_calls(jaxpr: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    _child(Path(sys.argv[1]))
+    aot_process.answer(_facts)

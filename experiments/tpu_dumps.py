@@ -4,17 +4,12 @@ Its formats are nobody's promise; they were the same in libtpu 0.0.48 and 0.0.52
 calls of one program apart, pallas_call names ("kda_forward") are what a reader knows.
 """
 
-import math
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["collectives", "critical_path", "custom_calls", "estimated_cycles", "other_cycles", "program_text"]
-
-_COLLECTIVES = (
-    "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
-)
+__all__ = ["critical_path", "custom_calls", "estimated_cycles", "other_cycles", "program_text"]
 
 
 def custom_calls(text: str) -> dict[str, tuple[str, int]]:
@@ -36,18 +31,6 @@ def custom_calls(text: str) -> dict[str, tuple[str, int]]:
 def other_cycles(text: str) -> int:
     """XLA's own estimate for everything but the kernels: fusions, copies, transposes. Loop bodies count once."""
     return sum(int(n) for n in re.findall(r'"window_config":\{[^}]*?"estimated_cycles":"(\d+)"', text))
-
-
-def collectives(text: str) -> dict[str, int]:
-    """Kind of collective -> bytes of the results of all of that kind on one device. Loop bodies count once.
-
-    XLA turns some gathers into loops of collective-permute: look at all kinds.
-    """
-    found: Counter[str] = Counter()
-    for result, kind, start in re.findall(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({_COLLECTIVES})(-start)?\(", text, re.M):
-        sizes = [_bytes(dtype, dims) for dtype, dims in re.findall(r"\b(pred|bf16|[a-z]+\d+\w*)\[([\d,]*)\]", result)]
-        found[kind] += max(sizes) if start else sum(sizes)  # a start's tuple also names the operands
-    return dict(found)
 
 
 def estimated_cycles(folder: Path) -> dict[str, int]:
@@ -109,8 +92,3 @@ def critical_path(folder: Path, hlo_name: str, top: int = 12) -> dict[str, int]:
 
 def _literal(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def _bytes(dtype: str, dims: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-    return math.prod(int(n) for n in dims.split(",") if n) * bits // 8

@@ -1,7 +1,6 @@
 """Compiling for TPUs that are not there: what is read from the compiler, and how its failures come out."""
 
 import importlib.util
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import benchmark, tpu_aot, tpu_dumps, tpu_schedule
+from experiments import benchmark, tpu_aot, tpu_schedule
 from experiments.tpu_aot import GENERATIONS, Compiled, CompileError, Kernel, compile_for
 from kimi_jax.configs import get_config
 from pallas_kernels.kda.shapes import SHAPES, find_shape
@@ -130,26 +129,6 @@ def test_without_libtpu(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="install libtpu"):
         compile_for(f"{HERE}:toy", {}, "v5e")
-
-
-class Line(NamedTuple):
-    name: str
-    text: str
-    expected: dict[str, int]
-
-
-LINES = [
-    Line("reduce", "%a = f32[8,128]{1,0} all-reduce(%b), channel_id=1", {"all-reduce": 4096}),
-    Line("start", "%a = (bf16[2]{0}, bf16[4]{0}) all-gather-start(%b), channel_id=1", {"all-gather": 8}),
-    Line("tuple", "  ROOT %a = (f32[2]{0}, pred[3]{0}) all-to-all(%b, %c)", {"all-to-all": 11}),
-    Line("done", "%a = bf16[4]{0} all-gather-done(%b)", {}),
-    Line("operand", "%a = f32[] add(%all-reduce.1, %b)", {}),
-]
-
-
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
-def test_collectives_of_a_text(line):
-    assert tpu_dumps.collectives(line.text) == line.expected
 
 
 def kernel(name, **fields):
