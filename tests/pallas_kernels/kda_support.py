@@ -17,6 +17,9 @@ from tests.support import assert_close
 # Half the compile time, which is most of these tests; the golden vectors run at the default level, as all on a GPU.
 QUICK = {"xla_backend_optimization_level": 0} if os.environ.get("JAX_PLATFORMS") == "cpu" else {}
 ARRAYS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+NORMS = {"qk_l2norm": True, "beta_sigmoid": True}
+SOFTPLUS = {"gate": "softplus", **NORMS}
+BOUNDED = {"gate": "bounded", "lower_bound": -5.0, **NORMS}
 
 
 class Tokens(NamedTuple):

@@ -16,12 +16,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from experiments.gpu_aot import compile_for, has_compiler, hopper_mesh, lower_for_hopper
 from pallas_kernels import gated_delta_net, kda, kda_step, sharded, which_backend
 from pallas_kernels.kda.shapes import find_shape
+from tests.pallas_kernels import compile_support as support
+from tests.pallas_kernels.compile_support import Call, arguments
+from tests.pallas_kernels.kda_support import BOUNDED, SOFTPLUS
 
 needs_plugin = pytest.mark.skipif(not has_compiler(), reason="compiling for GPU needs jax's CUDA plugin")
 HERE = "tests.pallas_kernels.test_kda_gpu_compile"
-FUSED = {"qk_l2norm": True, "beta_sigmoid": True}
-SOFTPLUS = {"gate": "softplus", **FUSED}
-BOUNDED = {"gate": "bounded", "lower_bound": -5.0, **FUSED}
+
+results = partial(support.results, backend="mosaic_gpu")
+training = partial(support.training, backend="mosaic_gpu")
+gradients = partial(support.gradients, backend="mosaic_gpu")
 
 
 def kernels(lowered) -> int:
@@ -29,101 +33,43 @@ def kernels(lowered) -> int:
     return lowered.as_text().count("@mosaic_gpu_v2")
 
 
-class Call(NamedTuple):
-    name: str
-    B: int = 2
-    T: int = 192
-    H: int = 2
-    HV: int = 2
-    K: int = 128
-    V: int = 128
-    options: dict = {}
-    segments: int | None = None  # 0 packs without states of their own
-    state: str | None = "float32"
-    gates: str = "bfloat16"  # of g and beta
-    lowers: bool = True  # or is only traced, its kernels being those of another case
-
-
-CALLS = [
+LOWERED = [
     Call("log"),
-    Call("log_without_a_state", state=None, lowers=False),
-    Call("promised_bound", options={"lower_bound": -5.0, "scale": 0.5}, lowers=False),
     Call("softplus", options=SOFTPLUS),
     Call("bounded", options=BOUNDED),
-    Call("bounded_beyond_the_tile", options=BOUNDED | {"lower_bound": -8.0}, lowers=False),
     Call("float32_gates", gates="float32", options=SOFTPLUS),
-    Call("bfloat16_state", state="bfloat16", lowers=False),
     Call("states_of_segments", T=200, segments=3, options=SOFTPLUS),
-    Call("states_of_segments_from_zeros", segments=3, state=None, options=BOUNDED, lowers=False),
     Call("segments_in_place", segments=0, options=SOFTPLUS),
-    Call("segments_in_place_bounded", T=100, segments=0, options=BOUNDED, lowers=False),
-    Call("grouped_values", H=2, HV=8, options=SOFTPLUS, lowers=False),
     Call("grouped_values_packed", H=1, HV=3, K=64, V=64, segments=2, options=BOUNDED),
-    Call("small_keys", K=64, lowers=False),
     Call("small_values", V=64, options=SOFTPLUS),
-    Call("small_heads", K=64, V=64, options=BOUNDED, lowers=False),
-    Call("odd_length", T=77, options=BOUNDED, lowers=False),
-    Call("one_token", T=1, lowers=False),
-    Call("one_head", B=1, H=1, HV=1, lowers=False),
-    Call("thirteen_heads", B=1, H=13, HV=13, options=SOFTPLUS, lowers=False),
 ]
-
-
-def arguments(case: Call, **shardings) -> tuple[dict, tuple]:
-    """Shapes of kda's array arguments by name, and those of segment_ids or nothing."""
-    B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
-    shapes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV, K), "beta": (B, T, HV)}
-    dtypes = {"g": case.gates, "beta": case.gates}
-    if case.state:
-        shapes["initial_state"] = (B, *([case.segments] if case.segments else []), HV, K, V)
-        dtypes["initial_state"] = case.state
-    if "gate" in case.options:
-        shapes |= {"A_log": (HV,), "dt_bias": (HV, K)}
-        dtypes |= {"A_log": "float32", "dt_bias": "float32"}
-    arrays = {
-        n: jax.ShapeDtypeStruct(s, dtypes.get(n, "bfloat16"), sharding=shardings.get(n)) for n, s in shapes.items()
-    }
-    return arrays, () if case.segments is None else (jax.ShapeDtypeStruct((B, T), jnp.int32),)
-
-
-def results(case: Call, function=kda):
-    """A function of `arguments` that gives output and state."""
-    options = {**case.options, "num_segments": case.segments or None, "backend": "mosaic_gpu"}
-    return lambda arrays, ids=None: function(**arrays, segment_ids=ids, **options)
-
-
-def gradients(case: Call, function=kda):
-    """A function of `arguments` that gives the gradient of every array, by output and state."""
-
-    def loss(arrays, ids=None):
-        output, state = results(case, function)(arrays, ids)
-        return jnp.sum(output.astype(jnp.float32) ** 2) + jnp.sum(state**2)
-
-    return jax.grad(loss)
-
-
-def everything(case: Call, function=kda):
-    """A function of `arguments` that gives gradients, output and state: what training compiles."""
-
-    def loss(arrays, ids=None):
-        output, state = results(case, function)(arrays, ids)
-        return jnp.sum(output.astype(jnp.float32) ** 2) + jnp.sum(state**2), (output, state)
-
-    return jax.grad(loss, has_aux=True)
-
-
+TRACED = [  # alone, their kernels being those of others
+    Call("log_without_a_state", state=None),
+    Call("promised_bound", options={"lower_bound": -5.0, "scale": 0.5}),
+    Call("bounded_beyond_the_tile", options=BOUNDED | {"lower_bound": -8.0}),
+    Call("bfloat16_state", state="bfloat16"),
+    Call("states_of_segments_from_zeros", segments=3, state=None, options=BOUNDED),
+    Call("segments_in_place_bounded", T=100, segments=0, options=BOUNDED),
+    Call("grouped_values", H=2, HV=8, options=SOFTPLUS),
+    Call("small_keys", K=64),
+    Call("small_heads", K=64, V=64, options=BOUNDED),
+    Call("odd_length", T=77, options=BOUNDED),
+    Call("one_token", T=1),
+    Call("one_head", B=1, H=1, HV=1),
+    Call("thirteen_heads", B=1, H=13, HV=13, options=SOFTPLUS),
+]
 FORWARD, BACKWARD = 2, 5  # kernels; the backward runs the first again and walks over the states twice
 
 
-def check(case: Call):
+def check(case: Call, lowers=True):
     """Both directions lower, or at least trace, to kernels and to results of the right shapes."""
     arrays, ids = arguments(case)
-    if case.lowers:
-        lowered = lower_for_hopper(everything(case), arrays, *ids)
+    if lowers:
+        lowered = lower_for_hopper(training(case), arrays, *ids)
         assert kernels(lowered) == FORWARD + BACKWARD
         gradient, (output, state) = lowered.out_info
     else:
-        gradient, (output, state) = jax.eval_shape(everything(case), arrays, *ids)
+        gradient, (output, state) = jax.eval_shape(training(case), arrays, *ids)
     lead = () if not case.segments else (case.segments,)
     assert output.shape == arrays["v"].shape and output.dtype == jnp.bfloat16
     assert state.shape == (case.B, *lead, case.HV, case.K, case.V) and state.dtype == jnp.float32
@@ -134,9 +80,9 @@ def check(case: Call):
 # --- Configurations ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CALLS, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", LOWERED + TRACED, ids=lambda c: c.name)
 def test_every_kind_of_call(case):
-    check(case)
+    check(case, lowers=case in LOWERED)
 
 
 def test_x64_changes_nothing():
@@ -260,16 +206,6 @@ def test_scan_over_layers():
 # --- Meshes ------------------------------------------------------------------------------------------------------
 
 
-def on_mesh(case: Call, mesh, cut_queries=True) -> tuple[dict, tuple]:
-    """Batch over "data" and heads over "tensor"."""
-    placed = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
-    tokens, states, heads = placed("data", None, "tensor"), placed("data", "tensor"), placed("tensor")
-    queries = tokens if cut_queries else placed("data")
-    return arguments(
-        case, q=queries, k=queries, v=tokens, g=tokens, beta=tokens, initial_state=states, A_log=heads, dt_bias=heads
-    )
-
-
 MESHED = Call("mesh", B=2, H=4, HV=4, options=SOFTPLUS)
 
 
@@ -284,8 +220,8 @@ def test_field_SH05_a_mesh(axes, H):
     """Explicit axes say how arguments lie, Auto ones need `sharded`: each device gets 1 row and 2 of the 4 heads."""
     case, mesh = MESHED._replace(H=H), hopper_mesh({"data": 2, "tensor": 2}, axes)
     function = kda if axes == AxisType.Explicit else sharded(kda, batch="data", heads="tensor")
-    arrays, _ = on_mesh(case, mesh, H > 1)
-    lowered = lower_for_hopper(gradients(case, function), arrays, mesh=mesh)
+    arrays, _ = arguments(case, mesh)
+    lowered = lower_for_hopper(gradients(case, function=function), arrays, mesh=mesh)
     alone = lower_for_hopper(gradients(case), arguments(case._replace(B=1, H=2, HV=2))[0])
     assert len(operands(alone)) == kernels(alone) >= 2 and operands(lowered) == operands(alone)
     assert {n: x.shape for n, x in lowered.out_info.items()} == {n: x.shape for n, x in arrays.items()}
@@ -298,7 +234,7 @@ def operands(lowered) -> list[str]:
 
 def test_inside_shard_map():
     mesh = hopper_mesh({"data": 2, "tensor": 2})
-    arrays, _ = on_mesh(MESHED, mesh)
+    arrays, _ = arguments(MESHED, mesh)
     specs = {n: x.sharding.spec for n, x in arrays.items()}
     mapped = jax.shard_map(gradients(MESHED), mesh=mesh, in_specs=(specs,), out_specs=specs)
     assert kernels(lower_for_hopper(mapped, arrays, mesh=mesh)) >= 2
@@ -348,7 +284,7 @@ def test_what_is_chosen_on_a_mesh_of_gpus():
 
 def compiled_program(case, mesh=None):
     case = Call(**case)
-    arrays, ids = arguments(case) if mesh is None else on_mesh(case, mesh, case.H > 1)
+    arrays, ids = arguments(case, mesh)
     return jax.jit(gradients(case)), (arrays, *ids)
 
 
@@ -376,9 +312,7 @@ def test_field_compiled_kernels_fit(case):
 @needs_plugin
 @pytest.mark.parametrize("H", [4, 1], ids=["groups_split", "queries_repeated"])
 def test_field_SH05_a_mesh_gathers_nothing(H):
-    """Only the gate parameters' gradients are reduced, and those of shared queries."""
     case = MESHED._replace(H=H)._asdict()
     compiled = compile_for(f"{HERE}:compiled_program", {"case": case}, mesh={"data": 2, "tensor": 2})
     assert len(compiled.kernels) >= 2
-    moved = {name: size for name, size in compiled.collectives.items() if name != "all-reduce"}
-    assert not moved, moved
+    support.assert_nothing_gathered(compiled)

@@ -1,16 +1,19 @@
 """The TPU kernels through the TPU's own compiler: real shapes on every generation, memory, meshes without gathers."""
 
 import importlib.util
+from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from experiments.tpu_aot import GENERATIONS, CompileError, compile_for
 from pallas_kernels import kda, sharded
 from pallas_kernels.kda.shapes import find_shape
+from tests.pallas_kernels import compile_support as support
+from tests.pallas_kernels.compile_support import Call, arguments
+from tests.pallas_kernels.kda_support import NORMS, SOFTPLUS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="compiling for TPU needs libtpu (pip install libtpu)"
@@ -63,35 +66,22 @@ def test_real_shapes(case):
         assert compiled.temp_bytes <= GIB
 
 
-class Call(NamedTuple):
-    name: str
-    generation: str
-    B: int = 1
-    T: int = 256
-    H: int = 4
-    HV: int = 4
-    K: int = 128
-    V: int = 128
-    dtype: str = "bfloat16"
-    segments: int | None = None  # 0 packs without states of their own
-    options: dict = {}
-
-
+call = partial(Call, B=1, T=256, H=4, HV=4, options=SOFTPLUS)
 CALLS = [
-    Call("float32", "v5e", dtype="float32"),
-    Call("float32", "tpu7x", T=200, dtype="float32"),
-    Call("packed_groups", "v6e", B=2, T=200, H=2, HV=8, K=64, segments=3),
-    Call("packed_in_place", "v5e", B=2, T=200, H=3, HV=3, K=64, V=64, segments=0),
-    Call("heads_of_256", "v5p", K=256, V=256),
-    Call("padded_heads", "v5e", K=100, V=32, options={"lower_bound": -5.0}),
-    Call("thirteen_heads", "v6e", H=13, HV=13),
+    ("v5e", call("float32", dtype="float32")),
+    ("tpu7x", call("float32", T=200, dtype="float32")),
+    ("v6e", call("packed_groups", B=2, T=200, H=2, HV=8, K=64, segments=3)),
+    ("v5e", call("packed_in_place", B=2, T=200, H=3, HV=3, K=64, V=64, segments=0)),
+    ("v5p", call("heads_of_256", K=256, V=256)),
+    ("v5e", call("padded_heads", K=100, V=32, options={"lower_bound": -5.0, **NORMS})),
+    ("v6e", call("thirteen_heads", H=13, HV=13)),
 ]
 
 
-@pytest.mark.parametrize("case", CALLS, ids=lambda c: f"{c.name}-{c.generation}")
-def test_every_kind_of_call(case):
+@pytest.mark.parametrize("generation, case", CALLS, ids=[f"{case.name}-{generation}" for generation, case in CALLS])
+def test_every_kind_of_call(generation, case):
     """With the gradient of every input, states included."""
-    compiled = compile_for(f"{HERE}:gradient", {"case": case._asdict()}, case.generation, profile=False)
+    compiled = compile_for(f"{HERE}:program", {"case": case._asdict()}, generation, profile=False)
     assert set(compiled.kernels) == {"kda_forward", "kda_backward"}
 
 
@@ -105,64 +95,33 @@ def test_every_kind_of_call(case):
     ],
 )
 def test_field_SH05_a_mesh_gathers_nothing(axes, H):
-    """Batch and heads over four devices, under plain jit: only the gate parameters' gradients are reduced."""
-    case = Call("mesh", "v5e", B=2, H=H, HV=16)
+    """Batch and heads over four devices, under plain jit."""
+    case = call("mesh", B=2, H=H, HV=16)
     compiled = compile_for(
-        f"{HERE}:gradient_on_mesh", {"case": case._asdict(), "axes": axes}, "v5e", mesh={"data": 2, "tensor": 2},
+        f"{HERE}:program_on_mesh", {"case": case._asdict(), "axes": axes}, "v5e", mesh={"data": 2, "tensor": 2},
         mesh_axes=axes,
     )  # fmt: skip
     assert set(compiled.kernels) == {"kda_forward", "kda_backward"}
-    moved = {name: size for name, size in compiled.collectives.items() if name != "all-reduce"}
-    assert not moved, moved
+    support.assert_nothing_gathered(compiled)
 
 
 def test_auto_axes_without_a_word_of_how_the_heads_lie_are_refused():
     with pytest.raises(CompileError, match="sharded") as error:
-        case = Call("mesh", "v5e", B=2, HV=16, H=16)._asdict()
+        case = call("mesh", B=2, HV=16, H=16)._asdict()
         compile_for(
-            f"{HERE}:gradient_on_mesh", {"case": case, "axes": "nothing said"}, "v5e",
+            f"{HERE}:program_on_mesh", {"case": case, "axes": "nothing said"}, "v5e",
             mesh={"data": 2, "tensor": 2}, mesh_axes="auto",
         )  # fmt: skip
     assert error.value.kind == "NotImplementedError"
 
 
-def gradient(case):
+def program(case, mesh=None, function=kda):
     """The gradient of kda's output and state for every float input, A_log and dt_bias included."""
-    return _gradient(kda, Call(**case))
-
-
-def gradient_on_mesh(case, axes, mesh):
-    assert mesh.axis_types == ({"explicit": AxisType.Explicit}.get(axes, AxisType.Auto),) * 2
-    function = sharded(kda, batch="data", heads="tensor") if axes == "auto" else kda
-    placed = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
     case = Call(**case)
-    queries = placed("data", None, "tensor" if case.H > 1 else None)
-    tokens = placed("data", None, "tensor")
-    return _gradient(
-        function, case, q=queries, k=queries, v=tokens, g=tokens, beta=tokens, initial_state=placed("data", "tensor"),
-        A_log=placed("tensor"), dt_bias=placed("tensor"),
-    )  # fmt: skip
+    arrays, ids = arguments(case, mesh)
+    return jax.jit(support.gradients(case, "mosaic_tpu", function)), (arrays, *ids)
 
 
-def _gradient(function, case: Call, **shardings):
-    B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
-    shapes = {
-        "q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV, K), "beta": (B, T, HV),
-        "initial_state": (B, *([case.segments] if case.segments else []), HV, K, V),
-    }  # fmt: skip
-    gated = "lower_bound" not in case.options
-    shapes |= {"A_log": (HV,), "dt_bias": (HV, K)} if gated else {}
-    fine = ("initial_state", "A_log", "dt_bias")
-    arrays = {
-        n: jax.ShapeDtypeStruct(s, "float32" if n in fine else case.dtype, sharding=shardings.get(n))
-        for n, s in shapes.items()
-    }
-    options = {"gate": "softplus" if gated else "log", "qk_l2norm": True, "beta_sigmoid": True, **case.options}
-    options |= {"num_segments": case.segments or None, "backend": "mosaic_tpu"}
-
-    def loss(arrays, ids=None):
-        output, state = function(**arrays, segment_ids=ids, **options)
-        return jnp.sum(output.astype(jnp.float32) ** 2) + jnp.sum(state**2)
-
-    ids = () if case.segments is None else (jax.ShapeDtypeStruct((B, T), jnp.int32),)
-    return jax.jit(jax.grad(loss)), (arrays, *ids)
+def program_on_mesh(case, axes, mesh):
+    assert mesh.axis_types == ({"explicit": AxisType.Explicit}.get(axes, AxisType.Auto),) * 2
+    return program(case, mesh, sharded(kda, batch="data", heads="tensor") if axes == "auto" else kda)
