@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kda, kda_reference, kda_step
-from tests.pallas_kernels.kda_support import Tokens, base, run
+from tests.pallas_kernels.kda_support import BOUNDED, SOFTPLUS, Tokens, base, run
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 
@@ -24,12 +24,11 @@ class Variant(NamedTuple):
     options: dict = {}
 
 
-FUSED = {"qk_l2norm": True, "beta_sigmoid": True}
 VARIANTS = [
     Variant("plain"),
     Variant("grouped", HV=4, options={"scale": 0.5}),
-    Variant("softplus", HV=4, options={"gate": "softplus", **FUSED}),
-    Variant("bounded", options={"gate": "bounded", "lower_bound": -5.0, **FUSED}),
+    Variant("softplus", HV=4, options=SOFTPLUS),
+    Variant("bounded", options=BOUNDED),
 ]
 
 
