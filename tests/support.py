@@ -1,7 +1,8 @@
-"""What the tests share: the error measure of the design's budget and the golden vectors."""
+"""What the tests share: the error measure of the design's budget, the golden vectors and a look into jaxprs."""
 
 from pathlib import Path
 
+import jax
 import numpy as np
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,3 +34,13 @@ def golden(folder: str, name: str) -> dict[str, np.ndarray]:
     """The arrays of tests/golden/<folder>/<name>.npz."""
     with np.load(GOLDEN / folder / f"{name}.npz", allow_pickle=False) as arrays:
         return dict(arrays)
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of the jaxprs inside it."""
+    for e in jaxpr.eqns:
+        yield e
+        for p in jax.tree.leaves(e.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(p, "jaxpr", p)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)

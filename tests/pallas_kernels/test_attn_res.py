@@ -18,6 +18,7 @@ from tests.support import (
     F32_GRADIENT,
     GOLDEN,
     assert_close,
+    equations,
     golden,
 )
 
@@ -422,14 +423,6 @@ def test_scratch_does_not_grow_with_the_number_of_sources(form):
     compiled = jax.jit(both_passes).lower(sources, jnp.ones(dim), sources[0]).compile()
     wide_copy = 4 * tokens * dim
     assert compiled.memory_analysis().temp_size_in_bytes <= 6 * wide_copy
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for sub in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(sub, "eqns") or hasattr(sub, "jaxpr"):
-                yield from equations(getattr(sub, "jaxpr", sub))
 
 
 def test_no_dot_and_no_stack():

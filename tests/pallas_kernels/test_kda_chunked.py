@@ -1,5 +1,7 @@
 """Properties of the chunkwise path that hold at any input: random shapes, limits, causality, memory, activations."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import bounded_gate, gated_delta_net, kda, kda_reference, linear_attention, softplus_gate
+from tests.pallas_kernels.field_support import EXTREME_LOGITS, check_a_later_token_changes_no_earlier_output, gated
 from tests.pallas_kernels.kda_support import Tokens, base, check, run
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
@@ -72,26 +75,18 @@ def test_fused_equals_unfused_and_flat_bias():
 @pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", -5.0)])
 def test_gate_gradients_at_extreme_logits(gate, bound):
     """Finite at any logit, with rates from e^-30 to e^100: what is forgotten in full gives 0, not 0 * inf."""
-    x = np.array([0, 1e-8, -1e-8, 20, -20, 88.5, -88.5, 104, -104, 1e4, -1e4, 3e38])
-    tokens = base(9, 1, 12, 3, 4, 4)._replace(A_log=np.array([-30.0, 0.0, 100.0]))
-    tokens = tokens._replace(g=np.broadcast_to(x[None, :, None, None], tokens.g.shape).copy())
+    tokens = base(9, 1, len(EXTREME_LOGITS), 3, 4, 4)._replace(A_log=np.array([-30.0, 0.0, 100.0]))
+    tokens = gated(tokens, np.reshape(EXTREME_LOGITS, (-1, 1, 1)))
     for name, value in run(kda, tokens, jnp.float32, gate=gate, lower_bound=bound).items():
         assert np.isfinite(value).all(), name
 
 
 @pytest.mark.parametrize("options", [{}, {"num_segments": 2}], ids=["plain", "packed"])
 def test_a_later_token_changes_no_earlier_output(options):
-    """To the bit: no rounding anchor lies in the future."""
     tokens = base(10, 1, 140, 2, 32, 32, h0=False)
     ids = None if not options else (np.arange(140) >= 37)[None].astype(int)
-    before = run(kda, tokens, jnp.float32, ids=ids, gradients=False, **options)["output"]
-    for t in (20, 40, 64, 90, 139):
-        changed = Tokens(*(None if x is None else x.copy() for x in tokens))
-        for x in changed[:5]:
-            x[:, t] *= 1e3
-        after = run(kda, changed, jnp.float32, ids=ids, gradients=False, **options)["output"]
-        np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        assert (after[:, t] != before[:, t]).any()
+    forward = partial(run, kda, dtype=jnp.float32, ids=ids, **options)
+    check_a_later_token_changes_no_earlier_output(forward, tokens, (20, 40, 64, 90, 139))
 
 
 def test_a_row_alone_equals_the_row_in_a_batch():
@@ -127,7 +122,7 @@ def test_chunk_sizes_and_groups_agree(monkeypatch):
 def test_per_head_gates_equal_gated_delta_net():
     tokens = base(13, 1, 70, 2, 16, 24)
     g = tokens.g[..., :1]
-    check(tokens._replace(g=np.broadcast_to(g, tokens.g.shape).copy()))
+    check(gated(tokens, g))
     args = [jnp.asarray(x, jnp.float32) for x in (tokens.q, tokens.k, tokens.v, g[..., 0], tokens.beta)]
     spread = kda(*args[:3], jnp.broadcast_to(args[3][..., None], tokens.g.shape), args[4]).output
     assert_close(gated_delta_net(*args).output, spread, 1e-6)

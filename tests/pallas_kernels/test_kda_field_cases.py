@@ -3,7 +3,7 @@
 Every case runs the XLA path against the float64 scan. Where a case names a closed form, that is the reference too.
 """
 
-from typing import NamedTuple
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,31 @@ import numpy as np
 import pytest
 
 from pallas_kernels import delta_net, gated_delta_net, kda, kda_reference, kda_step
-from tests.pallas_kernels.kda_support import Tokens, base, check, correlated_keys, run, unit
-from tests.support import BF16_FORWARD, BF16_GRADIENT, F32_FORWARD, F32_GRADIENT, RESET_FORWARD, assert_close, rel_l2
+from tests.pallas_kernels.field_support import (
+    RESETS,
+    check_poisoned_padding_changes_nothing,
+    fast_beside_slow,
+    from_end_to_end,
+    gated,
+    nearly_parallel,
+    one_key,
+    reset,
+    spiked,
+    written,
+)
+from tests.pallas_kernels.kda_support import Tokens, base, check, run, unit
+from tests.support import (
+    BF16_FORWARD,
+    BF16_GRADIENT,
+    F32_FORWARD,
+    F32_GRADIENT,
+    RESET_FORWARD,
+    assert_close,
+    equations,
+    rel_l2,
+)
 
 BOTH = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-
-
-def gate(tokens: Tokens, g) -> Tokens:
-    return tokens._replace(g=np.broadcast_to(np.asarray(g, np.float64), tokens.g.shape).copy())
 
 
 # --- KN: numerics ------------------------------------------------------------------------------------------------
@@ -27,35 +44,25 @@ def gate(tokens: Tokens, g) -> Tokens:
 @BOTH
 @pytest.mark.parametrize("g", [-0.5, -1.0, -1.4, -2.0, -3.0, -5.0, -5.5, -20.0, -60.0, -1e4, -np.inf])
 def test_field_KN01_constant_gates(g, dtype):
-    check(gate(base(0, 1, 130, 2, 64, 64), g), dtype)
+    check(gated(base(0, 1, 130, 2, 64, 64), g), dtype)
 
 
 @pytest.mark.parametrize("heads", [1, 64])
 def test_field_KN02_fast_beside_slow_channels(heads):
     K = 64 if heads == 1 else 8
     tokens = base(2, 1, 298, heads, K, K, h0=False)
-    check(gate(tokens, np.where(np.arange(K) % 2, -0.01, -20.0)))
-    spike = np.full((298, 1, 1), -0.02)
-    spike[70] = -200.0
-    check(gate(tokens, spike), forward=RESET_FORWARD)
+    check(fast_beside_slow(tokens))
+    check(spiked(tokens), forward=RESET_FORWARD)
 
 
-class Resets(NamedTuple):
-    name: str
-    probability: float
-    per_channel: bool
-
-
-@pytest.mark.parametrize("case", [Resets("token", 0.5, False), Resets("channel", 0.1, True)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", RESETS, ids=lambda c: c.name)
 def test_field_KN03_precision_after_resets(case):
     """Sums of gates are never subtracted, so even resets keep the ordinary float32 budget."""
-    r = np.random.default_rng(8)
-    hit = r.random((1, 256, 1, 64 if case.per_channel else 1)) < case.probability
-    check(gate(base(8, 1, 256, 1, 64, 64), np.where(hit, -1000.0, -0.05)))
+    check(reset(base(8, 1, 256, 1, 64, 64), case))
 
 
 def test_field_KN03_closed_form_when_everything_is_forgotten():
-    tokens = gate(base(8, 1, 256, 1, 64, 64), -1000.0)
+    tokens = gated(base(8, 1, 256, 1, 64, 64), -1000.0)
     out = run(kda, tokens, jnp.float32, gradients=False)["output"]
     dots = np.einsum("bthk,bthk->bth", tokens.q, tokens.k)
     assert_close(out, 64**-0.5 * (dots * tokens.beta)[..., None] * tokens.v, F32_FORWARD)
@@ -63,29 +70,22 @@ def test_field_KN03_closed_form_when_everything_is_forgotten():
 
 @BOTH
 def test_field_KN04_nearly_parallel_keys(dtype):
-    tokens = base(4, 1, 256, 1, 64, 128, h0=False)
-    g = -np.random.default_rng(4).uniform(0.0121, 0.0341, tokens.g.shape)
-    k = correlated_keys(4, tokens.k.shape)
-    check(gate(tokens._replace(k=k, beta=np.ones_like(tokens.beta)), g), dtype)
+    check(nearly_parallel(base(4, 1, 256, 1, 64, 128, h0=False)), dtype)
 
 
 def test_field_KN04_identical_keys_have_a_closed_form():
-    tokens = base(5, 1, 256, 1, 64, 64, h0=False)
-    k = np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy()
-    tokens = gate(tokens._replace(q=k, k=k, beta=np.ones_like(tokens.beta)), 0.0)
+    tokens = one_key(base(5, 1, 256, 1, 64, 64, h0=False))
+    tokens = gated(written(tokens._replace(q=tokens.k), 1.0), 0.0)
     assert_close(run(kda, tokens, jnp.float32, gradients=False)["output"], 64**-0.5 * tokens.v, F32_FORWARD)
 
 
 @pytest.mark.slow
 def test_field_KN04_long_correlated_sequence():
-    tokens = base(6, 1, 8192, 2, 64, 64, h0=False)
-    g = -np.random.default_rng(4).uniform(0.0121, 0.0341, tokens.g.shape)
-    tokens = gate(tokens._replace(k=correlated_keys(6, tokens.k.shape), beta=np.ones_like(tokens.beta)), g)
-    check(tokens, gradients=False)
+    check(nearly_parallel(base(6, 1, 8192, 2, 64, 64, h0=False), seed=6), gradients=False)
 
 
 def test_field_KN05_no_decay_does_not_drift():
-    tokens = gate(base(1, 2, 512, 2, 64, 64), 0.0)
+    tokens = gated(base(1, 2, 512, 2, 64, 64), 0.0)
     result, _ = check(tokens)
     args = [jnp.asarray(x, jnp.float32) for x in (tokens.q, tokens.k, tokens.v, tokens.beta)]
     ungated = delta_net(*args, initial_state=jnp.asarray(tokens.initial_state, jnp.float32))
@@ -95,9 +95,8 @@ def test_field_KN05_no_decay_does_not_drift():
 def test_field_KN05_strong_writes():
     """beta up to 2 is accepted; one repeated key at beta = 2 is as ill-conditioned as the recurrence gets."""
     tokens = base(1, 1, 256, 1, 64, 64)
-    repeated = tokens._replace(k=np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy())
-    check(gate(repeated._replace(beta=np.full_like(tokens.beta, 2.0)), 0.0), forward=5e-4, gradient=5e-4)
-    check(gate(tokens._replace(beta=np.full_like(tokens.beta, 1.9)), -0.01))
+    check(gated(written(one_key(tokens), 2.0), 0.0), forward=5e-4, gradient=5e-4)
+    check(gated(written(tokens, 1.9), -0.01))
 
 
 def test_field_KN10_precision_does_not_depend_on_the_caller():
@@ -128,20 +127,10 @@ def test_field_KN10_precision_does_not_depend_on_the_caller():
     assert all(e.params["precision"] is not None for e in dots), "bf16 inputs: pinned too"
 
 
-def equations(jaxpr):
-    """All equations of a jaxpr and of the jaxprs inside it."""
-    for e in jaxpr.eqns:
-        yield e
-        for p in jax.tree.leaves(e.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(p, "jaxpr", p)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 def test_field_KN12_gates_are_summed_in_float32():
     """A bf16 running sum of -0.01 stalls at -4; the decay over 1024 tokens must be e^-10.25 of the rounded gate."""
     T = 1024
-    tokens = gate(base(12, 1, T, 1, 16, 16), -0.01)._replace(beta=np.zeros((1, T, 1)))
+    tokens = gated(written(base(12, 1, T, 1, 16, 16), 0.0), -0.01)
     result, _ = check(tokens, jnp.bfloat16, gradients=False)
     step = float(jnp.asarray(-0.01, jnp.bfloat16))
     assert_close(result["state"], np.exp(T * step) * np.asarray(tokens.initial_state, np.float32), 1e-5)
@@ -153,8 +142,7 @@ def test_field_KN12_gates_are_summed_in_float32():
 @pytest.mark.parametrize("cu", [(0, 63, 128), (0, 1, 128), (0, 64, 128), (0, 127, 128)], ids=str)
 @BOTH
 def test_field_SV01_boundary_inside_a_tile(cu, dtype):
-    tokens = base(11, 1, 128, 2, 32, 32, h0=False)
-    tokens = gate(tokens, -5 / (1 + np.exp(-12 * np.random.default_rng(1).standard_normal(tokens.g.shape))))
+    tokens = from_end_to_end(base(11, 1, 128, 2, 32, 32, h0=False))
     states = 0.5 * np.random.default_rng(2).standard_normal((1, 2, 2, 32, 32))
     ids = np.searchsorted(cu[1:], np.arange(128), side="right")[None]
     packed, _ = check(tokens._replace(initial_state=states), dtype, ids=ids, num_segments=2)
@@ -174,16 +162,7 @@ def test_field_SV02_any_length(T):
 def test_field_SV02_poisoned_padding_changes_nothing():
     tokens = base(21, 2, 100, 2, 16, 16)
     ids = np.where((np.arange(100) < 7) | (np.arange(100) >= 90), -1, 0) * np.ones((2, 1), int)
-    clean = run(kda, tokens, jnp.float32, ids=ids)
-    for poison in (np.nan, 1e30, np.inf):
-        bad = Tokens(
-            *(np.where((ids < 0).reshape(2, 100, *[1] * (x.ndim - 2)), poison, x) for x in tokens[:5]),
-            tokens.initial_state,
-        )
-        for name, value in run(kda, bad, jnp.float32, ids=ids).items():
-            np.testing.assert_array_equal(value, clean[name], err_msg=name)
-    for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
-        assert not clean[name][ids < 0].any(), name
+    check_poisoned_padding_changes_nothing(partial(run, kda, dtype=jnp.float32), tokens, ids)
 
 
 def test_field_SV03_empty_segments():
@@ -283,7 +262,7 @@ def test_field_GR02_gate_gradient_is_not_rounding_noise():
 @BOTH
 @pytest.mark.parametrize("g", [-5.0, -0.1])
 def test_field_GR02_gate_gradient_alone(g, dtype):
-    result, reference = check(gate(base(4, 1, 100, 2, 64, 64), g), dtype)
+    result, reference = check(gated(base(4, 1, 100, 2, 64, 64), g), dtype)
     assert rel_l2(result["dg"], reference["dg"]) <= (F32_GRADIENT if dtype == jnp.float32 else BF16_GRADIENT)
 
 
@@ -295,7 +274,7 @@ def test_field_GR02_tail_chunk(T):
 
 @pytest.mark.parametrize("T", [1, 65, 130])
 def test_field_GR04_state_gradients(T):
-    tokens = gate(base(44, 1, T, 2, 16, 16), -0.01)
+    tokens = gated(base(44, 1, T, 2, 16, 16), -0.01)
     zero_do, zero_dS = np.zeros_like(tokens.v), np.zeros_like(tokens.initial_state)
     zeros = run(kda, tokens._replace(initial_state=zero_dS), jnp.float32)
     for name, value in run(kda, tokens._replace(initial_state=None), jnp.float32).items():
@@ -307,7 +286,7 @@ def test_field_GR04_state_gradients(T):
 
 
 def test_field_GR04_packed_with_a_bf16_query():
-    tokens = gate(base(45, 1, 70, 2, 16, 16), -0.01)
+    tokens = gated(base(45, 1, 70, 2, 16, 16), -0.01)
     states = np.random.default_rng(5).standard_normal((1, 3, 2, 16, 16))
     ids = np.where(np.arange(70) < 30, 0, 2)[None]
     check(tokens._replace(initial_state=states), jnp.bfloat16, ids=ids, num_segments=3)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kda, kda_reference, kda_step, which_backend
-from tests.pallas_kernels import kda_support
-from tests.pallas_kernels.kda_support import Tokens, base, correlated_keys, rounded
-from tests.support import BF16_FORWARD, BF16_GRADIENT, assert_close
+from tests.pallas_kernels import field_support, kda_support
+from tests.pallas_kernels.field_support import Fused, gated, same_bits
+from tests.pallas_kernels.kda_support import BOUNDED, SOFTPLUS, Tokens, base, rounded
+from tests.support import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -23,9 +24,6 @@ gpu = partial(kda, backend="mosaic_gpu")
 check = partial(kda_support.check, dtype=BF16, backend="mosaic_gpu")
 run = partial(kda_support.run, kda, dtype=BF16, backend="mosaic_gpu")
 
-FUSED = {"qk_l2norm": True, "beta_sigmoid": True}
-SOFTPLUS = {"gate": "softplus", **FUSED}
-BOUNDED = {"gate": "bounded", "lower_bound": -5.0, **FUSED}
 PROMISED = {"lower_bound": -5.0}
 EACH = pytest.mark.parametrize("options", [{}, PROMISED], ids=["any_gate", "bounded"])
 
@@ -39,19 +37,9 @@ def hopper():
     jnp.full((1 << 28,), jnp.nan).block_until_ready().delete()
 
 
-def gated(tokens: Tokens, g) -> Tokens:
-    return tokens._replace(g=np.broadcast_to(np.asarray(g, np.float64), tokens.g.shape).copy())
-
-
 def spread(seed, tokens: Tokens, lowest=-np.inf) -> Tokens:
     """Log-decays from -0.002 to -20 a step, not below lowest."""
     return gated(tokens, np.maximum(lowest, -np.exp(np.random.default_rng(seed).uniform(-6, 3, tokens.g.shape))))
-
-
-def same_bits(results, others):
-    assert results.keys() == others.keys()
-    for name, value in results.items():
-        np.testing.assert_array_equal(value, others[name], err_msg=name)
 
 
 # --- Shapes and activations --------------------------------------------------------------------------------------
@@ -91,12 +79,6 @@ def test_shapes(case, options):
 PACKED = np.where(np.arange(200) % 37 == 3, -1, np.arange(200) // 70) * np.ones((2, 1), int)  # 0, 1 and 2
 
 
-class Fused(NamedTuple):
-    name: str
-    options: dict
-    packed: bool = False
-
-
 ACTIVATIONS = [
     Fused("softplus", SOFTPLUS),
     Fused("bounded", BOUNDED),
@@ -108,16 +90,7 @@ ACTIVATIONS = [
 ]
 
 
-def raw(case: Fused) -> tuple[Tokens, dict]:
-    """Two rows of logits with HV = 2H, rounded, and the keywords of their call."""
-    r = np.random.default_rng(7)
-    tokens = base(7, 2, 200, 1, 128, 128, HV=2)
-    if "num_segments" in case.options:
-        tokens = tokens._replace(initial_state=0.1 * r.standard_normal((2, 4, 2, 128, 128)))
-    beta, g = r.standard_normal(tokens.beta.shape), 2 * r.standard_normal(tokens.g.shape)
-    parameters = {"A_log": np.log1p(np.arange(2)), "dt_bias": r.standard_normal((2, 128))}
-    tokens = tokens._replace(q=3 * tokens.q, k=2 * tokens.k, beta=beta, g=g, **parameters)
-    return rounded(tokens, BF16), {"ids": PACKED if case.packed else None, **case.options}
+raw = partial(field_support.raw, K=128, packing=PACKED)
 
 
 @pytest.mark.parametrize("case", ACTIVATIONS, ids=lambda c: c.name)
@@ -130,7 +103,7 @@ def test_fused_activations(case):
 @pytest.mark.parametrize("case", ACTIVATIONS[:2], ids=lambda c: c.name)
 def test_gate_gradients_at_extreme_logits(case):
     """Finite at any logit and rate, and right where the gate is one that trains."""
-    x = np.resize([0, 1e-8, -1e-8, 20, -20, 88.5, -88.5, 104, -104, 1e4, -1e4, 3e38, -3e38], 200)
+    x = np.resize(field_support.EXTREME_LOGITS, 200)
     tokens, keywords = raw(case)
     tokens = rounded(gated(tokens, x[:, None, None]), BF16)
     check(tokens._replace(A_log=np.array([0.0, 2.0])), **keywords)
@@ -139,18 +112,7 @@ def test_gate_gradients_at_extreme_logits(case):
 
 
 def test_float32_gates_beside_bfloat16_tokens():
-    """g, beta and the state in float32 are not rounded on the way."""
-
-    def mixed(q, k, v, g, beta, **options):
-        return gpu(*(x.astype(BF16) for x in (q, k, v)), g, beta, **options)
-
-    tokens = spread(3, base(12, 1, 130, 2, 128, 128))
-    tokens = tokens._replace(**{n: getattr(rounded(tokens, BF16), n) for n in "qkv"})
-    tokens = rounded(tokens, jnp.float32)
-    result = kda_support.run(mixed, tokens, jnp.float32)
-    reference = kda_support.run(kda_reference, tokens, jnp.float64)
-    for name, value in result.items():
-        assert_close(value, reference[name], BF16_FORWARD if name in ("output", "state") else BF16_GRADIENT, name)
+    field_support.check_float32_gates_beside_bfloat16_tokens(gpu, spread(3, base(12, 1, 130, 2, 128, 128)))
 
 
 # --- Packing -----------------------------------------------------------------------------------------------------
@@ -159,21 +121,14 @@ def test_float32_gates_beside_bfloat16_tokens():
 @pytest.mark.parametrize("case", ACTIVATIONS[3:], ids=lambda c: c.name)
 def test_field_SV02_poisoned_padding_changes_nothing(case):
     tokens, keywords = raw(case)
-    clean = run(tokens, **keywords)
-    for poison in (np.nan, 1e30, np.inf):
-        where = lambda x: (PACKED < 0).reshape(2, 200, *[1] * (x.ndim - 2))  # noqa: B023, E731
-        poisoned = Tokens(*(np.where(where(x), poison, x) for x in tokens[:5]), *tokens[5:])
-        same_bits(run(poisoned, **keywords), clean)
-    for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
-        assert not clean[name][PACKED < 0].any(), name
+    field_support.check_poisoned_padding_changes_nothing(run, tokens, **keywords)
 
 
 @EACH
 @pytest.mark.parametrize("num_segments", [None, 2])
 def test_field_SV01_boundary_inside_a_tile(num_segments, options):
     """At gates from 0 to -5, where a boundary falls at 63, 1, 64 or 127."""
-    tokens = base(11, 1, 128, 1, 64, 64)
-    tokens = gated(tokens, -5 / (1 + np.exp(-12 * np.random.default_rng(1).standard_normal(tokens.g.shape))))
+    tokens = field_support.from_end_to_end(base(11, 1, 128, 1, 64, 64))
     if num_segments:
         states = 0.5 * np.random.default_rng(2).standard_normal((1, 2, 1, 64, 64))
         tokens = tokens._replace(initial_state=states)
@@ -183,23 +138,11 @@ def test_field_SV01_boundary_inside_a_tile(num_segments, options):
 
 
 def test_untouched_slots_are_exact():
-    """5 of 8 segments have tokens; the others pass their state and its cotangent to the bit."""
-    tokens = base(31, 1, 100, 2, 64, 64)
-    ids = np.repeat([1, 2, -1, 4, 5, 7], [5, 64, 3, 1, 20, 7])[None]
-    states = np.random.default_rng(3).standard_normal((1, 8, 2, 64, 64)).astype(np.float32).astype(np.float64)
-    dS = np.random.default_rng(4).standard_normal(states.shape).astype(np.float32)
-    result, _ = check(tokens._replace(initial_state=states), ids=ids, num_segments=8, dS=dS)
-    for absent in (0, 3, 6):
-        np.testing.assert_array_equal(result["state"][:, absent], states[:, absent])
-        np.testing.assert_array_equal(result["dinitial_state"][:, absent], dS[:, absent])
+    field_support.check_untouched_slots_are_exact(check)
 
 
 def test_segments_without_a_state():
-    """With a row that is padding alone; a segment without tokens ends in zeros."""
-    ids = np.stack([np.where(np.arange(70) < 30, 0, 2), np.full(70, -1)])
-    result, _ = check(base(33, 2, 70, 1, 64, 64, HV=2, h0=False), ids=ids, num_segments=3)
-    assert not result["state"][0, 1].any() and not result["state"][1].any()
-    assert all(not value[1].any() for value in result.values())
+    field_support.check_segments_without_a_state(check)
 
 
 # --- Numerics: all cases are calls of two programs ---------------------------------------------------------------
@@ -221,39 +164,29 @@ def test_field_KN01_constant_gates(g, options):
 @EACH
 def test_field_KN02_fast_beside_slow_channels(options):
     fast, spike = (-5.0, -5.0) if options else (-20.0, -200.0)
-    check(gated(field(2), np.where(np.arange(128) % 2, -0.01, fast)), **options)
-    g = np.full((256, 1, 1), -0.02)
-    g[70] = spike
-    check(gated(field(2), g), **options)
+    check(field_support.fast_beside_slow(field(2), fast), **options)
+    check(field_support.spiked(field(2), spike), **options)
 
 
-@pytest.mark.parametrize("per_channel", [False, True], ids=["token", "channel"])
-def test_field_KN03_precision_after_resets(per_channel):
-    hit = np.random.default_rng(8).random((1, 256, 1, 128 if per_channel else 1)) < (0.1 if per_channel else 0.5)
-    check(gated(field(8), np.where(hit, -1000.0, -0.05)))
+@pytest.mark.parametrize("case", field_support.RESETS, ids=lambda c: c.name)
+def test_field_KN03_precision_after_resets(case):
+    check(field_support.reset(field(8), case))
 
 
 @EACH
 def test_field_KN04_nearly_parallel_keys(options):
-    tokens = field(4)
-    k = correlated_keys(4, tokens.k.shape)
-    g = -np.random.default_rng(4).uniform(0.0121, 0.0341, tokens.g.shape)
-    check(gated(tokens._replace(k=k, beta=np.ones_like(tokens.beta)), g), **options)
+    check(field_support.nearly_parallel(field(4)), **options)
 
 
 @EACH
 def test_field_KN05_strong_writes(options):
-    tokens = field(1)
-    check(gated(tokens._replace(beta=np.full_like(tokens.beta, 1.9)), -0.01), **options)
+    check(gated(field_support.written(field(1), 1.9), -0.01), **options)
 
 
 @EACH
 def test_field_GR02_gate_gradient_is_not_rounding_noise(options):
-    """Orthogonal keys that are forgotten before they come again: nothing depends on the gates."""
-    eye = np.tile(np.eye(128), (2, 1))[None, :, None, :].repeat(2, axis=2)
-    zeros = np.zeros((1, 2, 128, 128))
-    tokens = gated(field(4)._replace(q=eye, k=eye, initial_state=zeros), -5.0)
-    assert np.abs(run(tokens, dS=zeros, **options)["dg"]).max() <= 1e-7
+    tokens = field_support.orthogonal(field(4))
+    assert np.abs(run(tokens, dS=tokens.initial_state, **options)["dg"]).max() <= 1e-7
 
 
 @EACH
@@ -285,18 +218,14 @@ def test_the_same_call_gives_the_same_bits(case):
 @EACH
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_a_later_token_changes_no_earlier_output(packed, options):
-    """No rounding anchor lies in the future."""
     tokens = rounded(base(10, 1, 200, 2, 128, 128, h0=False), BF16)
     segments = {"ids": (np.arange(200) >= 37)[None].astype(int), "num_segments": 2} if packed else {}
-    forward = partial(run, gradients=False, **segments, **options)
-    before = forward(tokens)["output"]
-    for t in (1, 20, 40, 64, 90, 127, 128, 199):
-        changed = Tokens(*(None if x is None else x.copy() for x in tokens))
-        for x in changed[:5]:
-            x[:, t] *= 1e3
-        after = forward(changed._replace(g=np.maximum(changed.g, options.get("lower_bound", -np.inf))))["output"]
-        np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        assert (after[:, t] != before[:, t]).any()
+    field_support.check_a_later_token_changes_no_earlier_output(
+        partial(run, **segments, **options),
+        tokens,
+        (1, 20, 40, 64, 90, 127, 128, 199),
+        options.get("lower_bound", -np.inf),
+    )
 
 
 @pytest.mark.parametrize("case", [ACTIVATIONS[0], ACTIVATIONS[1], ACTIVATIONS[5]], ids=lambda c: c.name)

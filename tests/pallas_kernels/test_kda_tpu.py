@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kda, kda_reference
-from tests.pallas_kernels import kda_support
-from tests.pallas_kernels.kda_support import Tokens, base, correlated_keys, interpreted, rounded
-from tests.support import BF16_FORWARD, BF16_GRADIENT, F32_FORWARD, RESET_FORWARD, assert_close
+from pallas_kernels import kda
+from tests.pallas_kernels import field_support, kda_support
+from tests.pallas_kernels.field_support import Fused, gated, one_key, poisoned, same_bits, written
+from tests.pallas_kernels.kda_support import BOUNDED, NORMS, SOFTPLUS, Tokens, base, interpreted, rounded
+from tests.support import F32_FORWARD, RESET_FORWARD, assert_close, equations
 
 tpu = partial(kda, backend="mosaic_tpu")
 check = partial(kda_support.check, backend="mosaic_tpu")
@@ -89,45 +90,19 @@ def test_field_TL03_many_blocks_along_each_axis():
 # --- Activations -------------------------------------------------------------------------------------------------
 
 
-class Fused(NamedTuple):
-    name: str
-    options: dict
-    dtype: type = jnp.float32
-    packed: bool = False
-
-
-NORMS = {"qk_l2norm": True, "beta_sigmoid": True}
-BOUNDED = {"gate": "bounded", "lower_bound": -5.0}
-SOFTPLUS = Fused("softplus_packed", {"gate": "softplus", **NORMS}, packed=True)
-SEGMENTS = Fused("bounded_bf16_segments", {"num_segments": 4, **BOUNDED, **NORMS}, jnp.bfloat16, packed=True)
+PACKED_SOFTPLUS = Fused("softplus_packed", SOFTPLUS, jnp.float32, packed=True)
+SEGMENTS = Fused("bounded_bf16_segments", {"num_segments": 4, **BOUNDED}, packed=True)
 ACTIVATIONS = [
-    SOFTPLUS,
+    PACKED_SOFTPLUS,
     SEGMENTS,
-    Fused("softplus_bf16", {"gate": "softplus", **NORMS}, jnp.bfloat16),
-    Fused("bounded", BOUNDED),
-    Fused("bounded_bf16_packed", BOUNDED | NORMS, jnp.bfloat16, packed=True),
+    Fused("softplus_bf16", SOFTPLUS),
+    Fused("bounded", {"gate": "bounded", "lower_bound": -5.0}, jnp.float32),
+    Fused("bounded_bf16_packed", BOUNDED, packed=True),
 ]
 PACKED = np.where(np.arange(100) % 11 == 3, -1, np.arange(100) // 40) * np.ones((2, 1), int)
 
 
-def raw(case: Fused) -> tuple[Tokens, dict]:
-    """Two rows of logits with HV = 2H, rounded to the case's dtype, and the keywords of their call."""
-    r = np.random.default_rng(7)
-    tokens = base(7, 2, 100, 1, 64, 64, HV=2)
-    if "num_segments" in case.options:
-        tokens = tokens._replace(initial_state=0.1 * r.standard_normal((2, 4, 2, 64, 64)))
-    if "qk_l2norm" in case.options:
-        tokens = tokens._replace(q=3 * tokens.q, k=2 * tokens.k, beta=r.standard_normal(tokens.beta.shape))
-    if "gate" in case.options:
-        parameters = {"A_log": np.log1p(np.arange(2)), "dt_bias": r.standard_normal((2, 64))}
-        tokens = tokens._replace(g=2 * r.standard_normal(tokens.g.shape), **parameters)
-    return rounded(tokens, case.dtype), {"dtype": case.dtype, "ids": PACKED if case.packed else None, **case.options}
-
-
-def poisoned(tokens: Tokens, where, value) -> Tokens:
-    """where [B, T] or [B, 1] among the tokens."""
-    spread = lambda x: where.reshape(*where.shape, *[1] * (x.ndim - 2))  # noqa: E731
-    return Tokens(*(np.where(spread(x), value, x) for x in tokens[:5]), *tokens[5:])
+raw = partial(field_support.raw, K=64, packing=PACKED)
 
 
 @pytest.mark.parametrize("case", ACTIVATIONS, ids=lambda c: c.name)
@@ -137,10 +112,10 @@ def test_fused_activations(case):
     check(tokens, **keywords)
 
 
-@pytest.mark.parametrize("case", [SOFTPLUS, SEGMENTS, ACTIVATIONS[3]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [PACKED_SOFTPLUS, SEGMENTS, ACTIVATIONS[3]], ids=lambda c: c.name)
 def test_gate_gradients_at_extreme_logits(case):
     """Right at any logit, and finite with any rate: what is forgotten in full gives 0, not 0 * inf."""
-    x = np.resize([0, 1e-8, -1e-8, 20, -20, 88.5, -88.5, 104, -104, 1e4, -1e4, 3e38, -3e38], 100)
+    x = np.resize(field_support.EXTREME_LOGITS, 100)
     tokens, keywords = raw(case)
     tokens = rounded(gated(tokens, x[:, None, None]), case.dtype)
     for rates in ((1.0, 2.0), (0.0, 40.0)):
@@ -150,7 +125,7 @@ def test_gate_gradients_at_extreme_logits(case):
 
 
 def test_field_GR01_zero_rows_under_the_norm():
-    tokens, keywords = raw(SOFTPLUS)
+    tokens, keywords = raw(PACKED_SOFTPLUS)
     live = np.isin(np.arange(100), (0, 5, 6, 47, 99), invert=True)[:, None, None]
     check(tokens._replace(q=tokens.q * live, k=tokens.k * live), **keywords)
 
@@ -158,20 +133,15 @@ def test_field_GR01_zero_rows_under_the_norm():
 # --- Packing -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [SOFTPLUS, SEGMENTS], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [PACKED_SOFTPLUS, SEGMENTS], ids=lambda c: c.name)
 def test_field_SV02_poisoned_padding_changes_nothing(case):
     tokens, keywords = raw(case)
-    clean = run(tokens, **keywords)
-    for poison in (np.nan, 1e30, np.inf):
-        for name, value in run(poisoned(tokens, PACKED < 0, poison), **keywords).items():
-            np.testing.assert_array_equal(value, clean[name], err_msg=name)
-    for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
-        assert not clean[name][PACKED < 0].any(), name
+    field_support.check_poisoned_padding_changes_nothing(run, tokens, **keywords)
 
 
 def test_a_row_does_not_depend_on_the_others():
     """To the bit, whatever they hold."""
-    tokens, keywords = raw(SOFTPLUS)
+    tokens, keywords = raw(PACKED_SOFTPLUS)
     clean, other = (run(x, **keywords) for x in (tokens, poisoned(tokens, np.array([[False], [True]]), np.nan)))
     for name in clean.keys() - {"dA_log", "ddt_bias"}:
         np.testing.assert_array_equal(other[name][0], clean[name][0], err_msg=name)
@@ -181,8 +151,7 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[2]], ids=lambda kernel: kernel.name)
 def test_field_SV01_boundary_inside_a_tile(kernel):
     """At a bounded gate driven to its ends, with a state per segment, where a boundary falls at 63, 1, 64 or 127."""
-    tokens = base(11, 1, 128, 1, 64, 64, h0=False)
-    tokens = gated(tokens, -5 / (1 + np.exp(-12 * np.random.default_rng(1).standard_normal(tokens.g.shape))))
+    tokens = field_support.from_end_to_end(base(11, 1, 128, 1, 64, 64, h0=False))
     tokens = tokens._replace(initial_state=0.5 * np.random.default_rng(2).standard_normal((1, 2, 1, 64, 64)))
     for boundary in (63, 1, 64, 127):
         ids = (np.arange(128) >= boundary)[None].astype(int)
@@ -190,25 +159,11 @@ def test_field_SV01_boundary_inside_a_tile(kernel):
 
 
 def test_field_TL03_untouched_slots_are_exact():
-    """5 of 8 segments have tokens; the others pass their state and its cotangent to the bit."""
-    tokens = base(31, 1, 100, 2, 64, 64)
-    ids = np.repeat([1, 2, -1, 4, 5, 7], [5, 64, 3, 1, 20, 7])[None]
-    states = np.random.default_rng(3).standard_normal((1, 8, 2, 64, 64)).astype(np.float32).astype(np.float64)
-    dS = np.random.default_rng(4).standard_normal(states.shape).astype(np.float32)
-    result, _ = check(tokens._replace(initial_state=states), ids=ids, num_segments=8, dS=dS)
-    for absent in (0, 3, 6):
-        np.testing.assert_array_equal(result["state"][:, absent], states[:, absent])
-        np.testing.assert_array_equal(result["dinitial_state"][:, absent], dS[:, absent])
-    for name in ("output", "dq", "dk", "dv", "dg", "dbeta"):
-        assert not result[name][ids < 0].any(), name
+    field_support.check_untouched_slots_are_exact(check)
 
 
 def test_segments_without_a_state():
-    """bf16, with a row that is padding alone; a segment without tokens ends in zeros."""
-    ids = np.stack([np.where(np.arange(70) < 30, 0, 2), np.full(70, -1)])
-    result, _ = check(base(33, 2, 70, 1, 64, 64, HV=2, h0=False), jnp.bfloat16, ids=ids, num_segments=3)
-    assert not result["state"][0, 1].any() and not result["state"][1].any()
-    assert all(not value[1].any() for value in result.values())
+    field_support.check_segments_without_a_state(partial(check, dtype=jnp.bfloat16))
 
 
 # --- Numerics: every case is a call of one of three programs -----------------------------------------------------
@@ -216,10 +171,6 @@ def test_segments_without_a_state():
 
 def field(seed) -> Tokens:
     return base(seed, 1, 256, 2, 64, 128)
-
-
-def gated(tokens: Tokens, g) -> Tokens:
-    return tokens._replace(g=np.broadcast_to(np.asarray(g, np.float64), tokens.g.shape).copy())
 
 
 CONSTANT = [
@@ -236,38 +187,25 @@ def test_field_KN01_constant_gates(kernel, g):
 @EACH
 def test_field_KN02_fast_beside_slow_channels(kernel):
     fast, spike = (-5.0, -5.0) if kernel.options else (-20.0, -200.0)
-    check(gated(field(2), np.where(np.arange(64) % 2, -0.01, fast)), kernel.dtype, **kernel.options)
-    g = np.full((256, 1, 1), -0.02)
-    g[70] = spike
+    check(field_support.fast_beside_slow(field(2), fast), kernel.dtype, **kernel.options)
     budget = RESET_FORWARD if kernel.dtype == jnp.float32 else None
-    check(gated(field(2), g), kernel.dtype, forward=budget, **kernel.options)
+    check(field_support.spiked(field(2), spike), kernel.dtype, forward=budget, **kernel.options)
 
 
-class Resets(NamedTuple):
-    name: str
-    probability: float
-    per_channel: bool
-
-
-@pytest.mark.parametrize("case", [Resets("token", 0.5, False), Resets("channel", 0.1, True)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", field_support.RESETS, ids=lambda c: c.name)
 def test_field_KN03_precision_after_resets(case):
     """Decays are multiplied, never subtracted as sums, so even resets keep the ordinary float32 budget."""
-    hit = np.random.default_rng(8).random((1, 256, 1, 64 if case.per_channel else 1)) < case.probability
-    check(gated(field(8), np.where(hit, -1000.0, -0.05)))
+    check(field_support.reset(field(8), case))
 
 
 @EACH
 def test_field_KN04_nearly_parallel_keys(kernel):
-    tokens = field(4)
-    k = correlated_keys(4, tokens.k.shape)
-    g = -np.random.default_rng(4).uniform(0.0121, 0.0341, tokens.g.shape)
-    check(gated(tokens._replace(k=k, beta=np.ones_like(tokens.beta)), g), kernel.dtype, **kernel.options)
+    check(field_support.nearly_parallel(field(4)), kernel.dtype, **kernel.options)
 
 
 def test_field_KN04_identical_keys_have_a_closed_form():
-    tokens = rounded(field(5), jnp.float32)
-    k = np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy()
-    tokens = gated(tokens._replace(q=k, k=k, beta=np.ones_like(tokens.beta)), 0.0)
+    tokens = one_key(rounded(field(5), jnp.float32))
+    tokens = gated(written(tokens._replace(q=tokens.k), 1.0), 0.0)
     tokens = tokens._replace(initial_state=np.zeros_like(tokens.initial_state))
     out = run(tokens, jnp.float32)["output"]
     assert_close(out, 64**-0.5 * tokens.v, F32_FORWARD)
@@ -276,17 +214,14 @@ def test_field_KN04_identical_keys_have_a_closed_form():
 def test_field_KN05_strong_writes():
     """One repeated key at beta = 2 is as ill-conditioned as the recurrence gets."""
     tokens = field(1)
-    repeated = tokens._replace(k=np.broadcast_to(tokens.k[:, :1], tokens.k.shape).copy())
-    check(gated(repeated._replace(beta=np.full_like(tokens.beta, 2.0)), 0.0), forward=5e-4, gradient=5e-4)
-    check(gated(tokens._replace(beta=np.full_like(tokens.beta, 1.9)), -0.01))
+    check(gated(written(one_key(tokens), 2.0), 0.0), forward=5e-4, gradient=5e-4)
+    check(gated(written(tokens, 1.9), -0.01))
 
 
 @EACH
 def test_field_GR02_gate_gradient_is_not_rounding_noise(kernel):
-    """Orthogonal keys that are forgotten before they come again: nothing depends on the gates."""
-    eye = np.tile(np.eye(64), (4, 1))[None, :, None, :].repeat(2, axis=2)
-    tokens = gated(field(4)._replace(q=eye, k=eye, initial_state=np.zeros((1, 2, 64, 128))), -5.0)
-    result = run(tokens, kernel.dtype, dS=np.zeros((1, 2, 64, 128)), **kernel.options)
+    tokens = field_support.orthogonal(field(4))
+    result = run(tokens, kernel.dtype, dS=tokens.initial_state, **kernel.options)
     assert np.abs(result["dg"]).max() <= 1e-7
     check(gated(field(4), -0.1), kernel.dtype, **kernel.options)
 
@@ -300,9 +235,7 @@ def test_field_GR04_gradients_of_the_state_alone(kernel):
 @EACH
 def test_the_same_call_gives_the_same_bits(kernel):
     tokens = rounded(field(6), kernel.dtype)
-    first, second = (run(tokens, kernel.dtype, **kernel.options) for _ in range(2))
-    for name, value in first.items():
-        np.testing.assert_array_equal(value, second[name], err_msg=name)
+    same_bits(*(run(tokens, kernel.dtype, **kernel.options) for _ in range(2)))
 
 
 @EACH
@@ -331,31 +264,14 @@ def test_field_KN10_precision_does_not_depend_on_the_caller(kernel):
         assert e.outvars[0].aval.dtype == jnp.float32
 
 
-def equations(jaxpr):
-    """All equations of a jaxpr and of the jaxprs inside it."""
-    for e in jaxpr.eqns:
-        yield e
-        for p in jax.tree.leaves(e.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(p, "jaxpr", p)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 @pytest.mark.parametrize("kernel", [KERNELS[0], KERNELS[2]], ids=lambda kernel: kernel.name)
 def test_a_later_token_changes_no_earlier_output(kernel):
-    """To the bit: no rounding anchor lies in the future. The second kernel is given segments as well."""
+    """The second kernel is given segments as well."""
     tokens = rounded(base(10, 1, 140, 2, 64, 64, h0=False), kernel.dtype)
     segments = {"ids": (np.arange(140) >= 37)[None].astype(int), "num_segments": 2} if kernel.options else {}
-    forward = partial(run, dtype=kernel.dtype, gradients=False, **segments, **kernel.options)
-    before = forward(tokens)["output"]
-    for t in (20, 40, 64, 90, 139):
-        changed = Tokens(*(None if x is None else x.copy() for x in tokens))
-        for x in changed[:5]:
-            x[:, t] *= 1e3
-        lowest = kernel.options.get("lower_bound", -np.inf)
-        after = forward(changed._replace(g=np.maximum(changed.g, lowest)))["output"]
-        np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        assert (after[:, t] != before[:, t]).any()
+    forward = partial(run, dtype=kernel.dtype, **segments, **kernel.options)
+    lowest = kernel.options.get("lower_bound", -np.inf)
+    field_support.check_a_later_token_changes_no_earlier_output(forward, tokens, (20, 40, 64, 90, 139), lowest)
 
 
 def test_mixed_dtypes():
@@ -363,15 +279,7 @@ def test_mixed_dtypes():
     tokens = field(12)
     tokens = tokens._replace(q=3 * tokens.q, k=2 * tokens.k, beta=4 * tokens.beta - 2)
 
-    def mixed(q, k, v, g, beta, **options):
-        return tpu(*(x.astype(jnp.bfloat16) for x in (q, k, v)), g, beta, **options)
-
-    low = tokens._replace(**{n: getattr(rounded(tokens, jnp.bfloat16), n) for n in "qkv"})
-    low = rounded(low, jnp.float32)
-    result = kda_support.run(mixed, low, jnp.float32, **NORMS)
-    reference = kda_support.run(kda_reference, low, jnp.float64, **NORMS)
-    for name, value in result.items():
-        assert_close(value, reference[name], BF16_FORWARD if name in ("output", "state") else BF16_GRADIENT, name)
+    field_support.check_float32_gates_beside_bfloat16_tokens(tpu, tokens, **NORMS)
 
     def results(arrays):
         return jax.vjp(lambda arrays: tuple(tpu(*arrays[:5], initial_state=arrays[5])), arrays)
