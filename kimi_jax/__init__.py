@@ -2,6 +2,7 @@
 
 from .cache import Cache
 from .configs import ModelConfig, get_config
+from .convert import load_hf, save_hf
 from .generate import generate
 from .model import Aux, KimiLM, lm_loss, parameter_count, update_router_biases
 
@@ -13,6 +14,8 @@ __all__ = [
     "generate",
     "get_config",
     "lm_loss",
+    "load_hf",
     "parameter_count",
+    "save_hf",
     "update_router_biases",
 ]

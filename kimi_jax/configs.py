@@ -10,10 +10,12 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 RESIDUALS = ("standard", "full_attn_res", "block_attn_res")
 REMAT_POLICIES = ("none", "layer", "dots", "block")
+HF_ROOTS = ("model.", "language_model.model.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ class ModelConfig:
     # Residual
     residual: str = "block_attn_res"  # "standard", "full_attn_res" or "block_attn_res"
     block_size: int = 2  # SUB-LAYERS per block of block_attn_res: 1 or even (K3's 12 transformer layers are 24)
+    first_mix: bool = False  # a mix before layer 0 too, as in K3's files: of one source, so its weights change nothing
 
     norm_eps: float = 1e-5  # of every RMSNorm but MLA's inner ones, depth mixing included
 
@@ -86,6 +89,11 @@ class ModelConfig:
     param_dtype: str = "float32"
     scan_layers: bool = False  # stack identical groups of layers and scan over them: compile time
     remat: str = "none"  # recompute in the backward pass: see model.py
+
+    # How a released checkpoint stores the same numbers: convert.py writes what it has read
+    hf_root: str = "model."  # in front of "layers.0.": "language_model.model." in K3's files
+    hf_A_log_shape: tuple[int, ...] | None = None  # (1, 1, HV, 1), or (N,): zeros behind the HV; None: (HV,)
+    hf_dt_bias_per_head: bool = False  # [HV, K] in place of [HV * K]
 
     def __post_init__(self):
         _check_types(self)
@@ -108,11 +116,16 @@ class ModelConfig:
             "param_dtype": ("float32", "bfloat16", "float64"),
             "remat": REMAT_POLICIES,
             "kernel_backend": ("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu"),
+            "hf_root": HF_ROOTS,
         }.items():
             self._require(field, getattr(self, field) in allowed, f"one of {allowed}")
         if self.kda_num_value_heads is not None:
             multiple = self.kda_num_value_heads % self.kda_num_heads == 0
             self._require("kda_num_value_heads", multiple, f"a multiple of kda_num_heads={self.kda_num_heads}")
+        HV, stored = self.value_heads, self.hf_A_log_shape
+        padded = stored is not None and len(stored) == 1 and stored[0] >= HV
+        stored_ok = stored is None or stored == (1, 1, HV, 1) or padded
+        self._require("hf_A_log_shape", stored_ok, f"None, (1, 1, {HV}, 1) or (N,) with N >= {HV} value heads")
         self._require("lower_bound", self.lower_bound is None or self.lower_bound < 0, "None (unbounded) or below 0")
         block_ok = self.block_size == 1 or (self.block_size >= 2 and self.block_size % 2 == 0)
         self._require("block_size", block_ok, "1 or an even number of sub-layers")
@@ -180,11 +193,16 @@ def get_config(name: str, **overrides) -> ModelConfig:
     """The preset of that name with some fields replaced; ValueError that lists what exists for an unknown one."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}{_closest(name, PRESETS)}; presets: {', '.join(sorted(PRESETS))}")
-    fields = [field.name for field in dataclasses.fields(ModelConfig)]
-    for field in overrides:
-        if field not in fields:
-            raise ValueError(f"unknown field {field!r}{_closest(field, fields)}; fields: {', '.join(fields)}")
-    return dataclasses.replace(PRESETS[name], **overrides)
+    return replace_fields(PRESETS[name], overrides)
+
+
+def replace_fields(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """config with some fields replaced; ValueError that lists what exists for an unknown one."""
+    known = [field.name for field in dataclasses.fields(ModelConfig)]
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"unknown field {field!r}{_closest(field, known)}; fields: {', '.join(known)}")
+    return dataclasses.replace(config, **fields)
 
 
 def layer_pattern_from_one_based(

@@ -130,7 +130,8 @@ class Layer(nnx.Module):
         self.residual = make_residual(config.residual, config.block_size)
         mixes = self.residual.has_mixes
         # The first sub-layer has one source, the embedding: nothing to weigh.
-        self.attention_mix = DepthMix(D, eps=eps, param_dtype=param_dtype) if mixes and index > 0 else None
+        weighs = mixes and (index > 0 or config.first_mix)
+        self.attention_mix = DepthMix(D, eps=eps, param_dtype=param_dtype) if weighs else None
         self.attention_norm = RMSNorm(D, eps=eps, **dtypes)
         self.attention = _attention(config, config.layer_kinds[index], dtypes)
         self.ffn_mix = DepthMix(D, eps=eps, param_dtype=param_dtype) if mixes else None

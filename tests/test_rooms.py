@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ALLOWED = {  # what a room may import besides the standard library
     "pallas_kernels": {"pallas_kernels", "jax", "jaxlib", "numpy"},
-    "kimi_jax": {"pallas_kernels", "kimi_jax", "jax", "numpy", "flax", "orbax", "etils"},
+    "kimi_jax": {"pallas_kernels", "kimi_jax", "jax", "numpy", "flax", "orbax", "etils", "safetensors"},
 }
 
 

@@ -32,7 +32,7 @@ class GatedRMSNorm(nnx.Module):
     """RMSNorm per head, times one weight [head_dim] that all heads share, times activation(gate).
 
     (KDA, section 4: norm first, then the gate.) activation: "sigmoid" (the paper's), "swish" (gate * sigmoid(gate),
-    its ablation) or None (no gate).
+    its ablation) or None (no gate). The weight is never below float32, as the released models keep it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GatedRMSNorm(nnx.Module):
         if activation not in OUTPUT_GATES:
             raise ValueError(f"output gate {activation!r} is unknown; allowed: {OUTPUT_GATES}")
         self.eps, self.activation, self.dtype = eps, activation, dtype
-        self.weight = ones(head_dim, param_dtype)
+        self.weight = ones(head_dim, at_least_float32(param_dtype))
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """x, gate (raw logits) [..., head_dim] -> the same shape in the layer's dtype."""

@@ -15,14 +15,15 @@ from .parameters import at_least_float32, weight
 class ShortConv(nnx.Module):
     """y_t = SiLU(sum_i weight[:, i] * x_{t-W+1+i}), no bias, accumulated in float32; the last tap is the current token.
 
-    `weight` [channels, W]; channels are head-major, so that tensor parallelism cuts them with the heads.
+    `weight` [channels, W], never below float32, as the released models keep it; channels are head-major, so that tensor
+    parallelism cuts them with the heads.
     """
 
     def __init__(self, channels: int, width: int = 4, *, rngs: nnx.Rngs, dtype=jnp.float32, param_dtype=jnp.float32):
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         self.width, self.dtype = width, dtype
-        self.weight = weight(rngs, (channels, width), ("heads", None), param_dtype)
+        self.weight = weight(rngs, (channels, width), ("heads", None), at_least_float32(param_dtype))
 
     def __call__(
         self,

@@ -112,16 +112,23 @@ class LayerStack(nnx.Module):
 
     def layer(self, index: int) -> nnx.Module:
         """One layer by index. Of a scanned group this is a copy: writing to it changes nothing."""
+        layer, group = self.locate(index)
+        if group is None:
+            return layer
+        graphdef, params = nnx.split(layer)
+        return nnx.merge(graphdef, jax.tree.map(lambda x: x[group], params))
+
+    def locate(self, index: int) -> tuple[nnx.Module, int | None]:
+        """(the module that holds a layer's parameters, its row of those that are stacked, or None if none are)."""
         rep = self.repetition
         if not 0 <= index < self.num_layers:
             raise ValueError(f"layer {index} is not allowed: 0 to {self.num_layers - 1}")
         if index < rep.lead:
-            return self.lead[index]
+            return self.lead[index], None
         if index >= rep.end:
-            return self.tail[index - rep.end]
+            return self.tail[index - rep.end], None
         group, offset = divmod(index - rep.lead, rep.period)
-        graphdef, params = nnx.split(self.group[offset])
-        return nnx.merge(graphdef, jax.tree.map(lambda x: x[group], params))
+        return self.group[offset], group
 
     def init_cache(self, make_cache: Callable[[nnx.Module], object]) -> StackCache:
         """make_cache(layer) for every layer."""

@@ -1,0 +1,389 @@
+"""Released checkpoints in and out: Hugging Face folders (config.json, safetensors) of Kimi Linear and Kimi K3's text.
+
+    model = load_hf("Kimi-Linear-48B-A3B-Base", mesh=mesh, scan_layers=True)
+    save_hf(model, "mine")
+
+A folder is checked as a whole before anything of it is read: names, shapes, dtypes and the files' own completeness.
+Then one matrix after the other goes from the file to the devices that keep a part of it, so that the host never holds
+more than one layer. What a file is called and how it lies is in hf_tensors.py, what config.json says in hf_config.py.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+from . import mxfp4 as mxfp4_codec
+from .configs import HF_ROOTS, ModelConfig
+from .hf_config import config_from_hf, config_to_hf
+from .hf_tensors import FLOAT32_SUFFIXES, Index, Tensor, layer_of, official_tensors
+from .model import KimiLM
+from .sharding import check_divisible, param_shardings
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+OTHER_TOWERS = ("vision_tower.", "mm_projector.")  # of K3's files, beside the text tower
+MOST_NAMES = 50  # that an error lists of each kind
+
+_DTYPES = {"BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64, "MXFP4": jnp.bfloat16}
+
+
+def load_hf(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, **fields: Any) -> KimiLM:
+    """The model of a released checkpoint's folder.
+
+    Experts in MXFP4 are decoded. Parameters that the files keep in float32 (A_log, dt_bias, convolutions, the norm of
+    KDA's output, selection biases) stay so whatever the dtype. Layer numbers count from 1 in config.json, from 0 here.
+
+    Args:
+        path: a folder with config.json and model.safetensors, or shards and their index.
+        dtype: "float32", "bfloat16" or "float64", of parameters and computation. None: parameters as the file's
+            embedding, computation as config.json says; then no tensor may be stored wider than it would be kept.
+        mesh: parameters are laid out on it by their logical axes, and never whole where the rules cut them; None: the
+            default device.
+        **fields: of ModelConfig, to replace: how it is computed (scan_layers, remat, chunk_size), or where peers differ
+            (router_weights="biased" as Kimi Linear's Hugging Face code, mla_inner_norm_eps=1e-5 as vLLM).
+
+    Raises:
+        ValueError: another family or unsupported settings; files that are absent or cut off; tensors that are missing,
+            unused, of another shape or dtype, all in one message; widths that the mesh does not divide. Nothing is
+            loaded then.
+    """
+    files = _Files(path)
+    config = _config(files, dtype, fields)
+    if mesh is not None:
+        check_divisible(config, mesh)
+    model = nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0)))
+    tensors = official_tensors(model)
+    _require_fit(files, tensors, config, may_round=dtype is not None or "param_dtype" in fields)
+    for (_, group), members in groupby(tensors.items(), lambda item: (id(item[1].variable), item[1].group)):
+        _load_variable(files, dict(members), group, mesh)
+    return model
+
+
+def hf_config(path: str | Path, *, dtype: str | None = None, **fields: Any) -> ModelConfig:
+    """The config of the model that `load_hf` would return; reads config.json and the headers of the files."""
+    return _config(_Files(path), dtype, fields)
+
+
+def save_hf(
+    model: KimiLM,
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    mxfp4: bool = False,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model as a released checkpoint: config.json, and safetensors with the official names and shapes.
+
+    What `load_hf` has read comes out bit for bit; decoded experts come out decoded, or with mxfp4 as MXFP4 of the same
+    values. Tokenizers are not written. The host holds one shard at a time; config.json is written last.
+
+    Args:
+        model: of any layout; every array must be within reach of this process.
+        path: a new or empty folder.
+        dtype: to round to, but for what stays in float32; None: as the parameters are.
+        mxfp4: store routed experts in MXFP4.
+        shard_bytes: layers share a file up to this size, a larger layer has its own; a model that fits is one file.
+
+    Raises:
+        ValueError: a folder that holds something, a model that the format has no place for, or with mxfp4 experts whose
+            values are no MXFP4 numbers (the files written so far stay, without a config.json).
+    """
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty: give a new folder")
+    stored_dtype = model.config.param_dtype if dtype is None else dtype
+    raw_config = config_to_hf(model.config, dtype=stored_dtype, mxfp4=mxfp4)
+    tensors = official_tensors(model)
+    parts = {name: _parts(name, tensor, dtype, mxfp4) for name, tensor in tensors.items()}
+    shards = _shards(parts, model.config.hf_root, shard_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        arrays = _fetch({name: tensors[name] for name in names}, parts)
+        save_file(arrays, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, file)
+        del arrays  # before the next ones are fetched
+    if len(shards) > 1:
+        total = sum(part.size for of_tensor in parts.values() for part in of_tensor.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(folder / CONFIG, raw_config)
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file; of MXFP4 the two tensors that make one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Files:
+    """The tensors of a folder, by name. Opening reads headers only; ValueError names every file that will not do."""
+
+    def __init__(self, path: str | Path):
+        self.folder = Path(path)
+        if not self.folder.is_dir():
+            raise ValueError(f"no folder {str(path)!r}")
+        self.config = _read_json(self.folder / CONFIG)
+        self._handles = self._open()
+        self.stored = {name: _header(handle, name) for name, handle in self._handles.items()}
+        for name in [name for name in self.stored if name.endswith(".weight_packed")]:
+            scale = f"{name.removesuffix('_packed')}_scale"
+            if scale in self.stored and (whole := _mxfp4_shape(self.stored[name], self.stored[scale])):
+                del self.stored[name], self.stored[scale]
+                self.stored[name.removesuffix("_packed")] = _Stored("MXFP4", whole)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A slice of a tensor; index must name every axis."""
+        if self.stored[name].dtype != "MXFP4":
+            return self._handles[name].get_slice(name)[index]
+        rows, columns = index  # of whole rows, since a scale spans 32 columns
+        packed, scale = (self._handles[part].get_slice(part)[rows] for part in (f"{name}_packed", f"{name}_scale"))
+        return mxfp4_codec.decode(packed, scale)[:, columns]
+
+    def _open(self) -> dict[str, Any]:
+        """Tensor name -> the open file that holds it."""
+        index = self.folder / INDEX
+        if index.is_file():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map")
+        elif (self.folder / SINGLE).is_file():
+            weight_map = None
+        else:
+            raise ValueError(f"{self.folder} holds neither {SINGLE} nor {INDEX}")
+        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        problems = [f"{file} is absent" for file in names if not (self.folder / file).is_file()]
+        opened, handles = {}, {}
+        for file in names if not problems else ():
+            try:
+                opened[file] = safetensors.safe_open(self.folder / file, "np")
+            except (safetensors.SafetensorError, OSError) as error:
+                problems.append(f"{file} is cut off or no safetensors file ({error})")
+        for file, handle in opened.items():
+            for name in handle.keys():  # noqa: SIM118  (it has no other iteration)
+                if name in handles or (weight_map is not None and weight_map.get(name) != file):
+                    problems.append(f"{file} holds {name}, which the index does not place there")
+                handles[name] = handle
+        if weight_map is not None and not problems:
+            problems = [f"{weight_map[name]} lacks {name}" for name in weight_map if name not in handles]
+        if problems:
+            raise ValueError(f"{self.folder} is not a whole checkpoint: {_listed(problems, '; ')}")
+        return handles
+
+
+def _config(files: _Files, dtype: str | None, fields: dict[str, Any]) -> ModelConfig:
+    """config.json, and what only the files tell: how they store things."""
+    root = next((root for root in reversed(HF_ROOTS) if any(name.startswith(root) for name in files.stored)), None)
+    if root is None:
+        raise ValueError(f"{files.folder} has no tensor under {' or '.join(HF_ROOTS)}: another family of models")
+    found: dict[str, Any] = {"hf_root": root}
+    if embedding := files.stored.get(f"{root}embed_tokens.weight"):
+        found["param_dtype"] = jnp.dtype(_DTYPES.get(embedding.dtype, np.float32)).name
+    if dtype is not None:
+        found |= {"dtype": dtype, "param_dtype": dtype}
+    try:
+        config = config_from_hf(files.config, found | fields)
+    except ValueError as error:
+        raise ValueError(f"{files.folder}: {error}") from None
+    found["first_mix"] = f"{root}layers.0.self_attention_res_proj.weight" in files.stored
+    if "kda" in config.layer_kinds:
+        layer = f"{root}layers.{config.layer_kinds.index('kda')}.self_attn."
+        HV, A_log, dt_bias = config.value_heads, files.stored.get(f"{layer}A_log"), files.stored.get(f"{layer}dt_bias")
+        padded = A_log is not None and len(A_log.shape) == 1 and A_log.shape[0] > HV
+        if A_log is not None and (padded or A_log.shape == (1, 1, HV, 1)):
+            found["hf_A_log_shape"] = A_log.shape
+        found["hf_dt_bias_per_head"] = dt_bias is not None and dt_bias.shape == (HV, config.kda_head_dim)
+    return config_from_hf(files.config, found | fields)
+
+
+def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig, *, may_round: bool) -> None:
+    """ValueError that lists every tensor that is missing, unused or not as it should be."""
+    stored = files.stored
+    other = {name for name in stored if config.hf_root != HF_ROOTS[0] and name.startswith(OTHER_TOWERS)}
+    wrong = []
+    for name, tensor in tensors.items():
+        if name not in stored:
+            continue
+        kind, shape = stored[name]
+        if shape != tensor.shape:
+            wrong.append(f"{name} is {list(shape)} and should be {list(tensor.shape)}")
+        elif kind not in _DTYPES:
+            wrong.append(f"{name} is {kind} and should be one of {', '.join(_DTYPES)}")
+        elif not may_round and jnp.promote_types(_DTYPES[kind], tensor.variable.dtype) != tensor.variable.dtype:
+            wrong.append(f"{name} is {kind}, wider than {tensor.variable.dtype}: choose a dtype")
+        elif name.endswith("A_log") and files.read(name, _whole(shape)).reshape(-1)[config.value_heads :].any():
+            wrong.append(f"{name} has more than {config.value_heads} numbers that are not 0")
+    problems = {
+        "missing": [name for name in tensors if name not in stored],
+        "unused": [name for name in stored if name not in tensors and name not in other],
+        "not as they should be": wrong,
+    }
+    if any(problems.values()):
+        lists = "; ".join(f"{kind}: {_listed(names, ', ')}" for kind, names in problems.items() if names)
+        raise ValueError(f"{files.folder} is no {config.name} checkpoint that its config.json describes: {lists}")
+    log = logging.getLogger("absl")
+    if other:
+        log.warning("%s: %d tensors of the vision tower are left out", files.folder, len(other))
+    if config.hf_A_log_shape is not None and len(config.hf_A_log_shape) == 1:
+        log.warning("%s: A_log is stored with %d entries, of which the first %d are the heads and the rest zeros",
+                    files.folder, config.hf_A_log_shape[0], config.value_heads)  # fmt: skip
+
+
+def _load_variable(files: _Files, members: dict[str, Tensor], group: int | None, mesh: Mesh | None) -> None:
+    """Read a variable, or one group's row of it, from the tensors that make it up (its experts, or just one)."""
+    tensor = next(iter(members.values()))
+    variable = tensor.variable
+    shape, dtype = tuple(variable.shape), variable.dtype
+    sharding = SingleDeviceSharding(jax.devices()[0]) if mesh is None else param_shardings(variable, mesh)
+    if group is not None and isinstance(variable.get_value(), jax.ShapeDtypeStruct):
+        variable.set_value(jnp.zeros(shape, dtype, device=sharding))
+    if group is not None:
+        shape, row_sharding = shape[1:], sharding
+        sharding = sharding if mesh is None else NamedSharding(mesh, P(*sharding.spec[1:]))
+
+    def read(index: Index) -> np.ndarray:
+        if tensor.expert is None:
+            ((name, _),) = members.items()
+            return np.ascontiguousarray(_read(files, name, tensor, index).astype(dtype))
+        names, within = list(members)[index[0]], index[1:]
+        block = np.empty((len(names), *(entry.stop - entry.start for entry in within)), dtype)
+        for row, name in enumerate(names):
+            block[row] = _read(files, name, tensor, within)
+        return block
+
+    array = _place(shape, sharding, read)
+    if group is not None:
+        array = _set_row(row_sharding)(variable.get_value(), array, group)
+    variable.set_value(array)
+
+
+def _read(files: _Files, name: str, tensor: Tensor, index: Index) -> np.ndarray:
+    return tensor.layout.read(lambda stored_index: files.read(name, stored_index), index)
+
+
+def _place(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    """An array of which every device gets its slice, read when it is needed and then let go of by the host."""
+    devices_of: dict[tuple, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(entry.indices(size)[:2] for entry, size in zip(index, shape, strict=True))
+        devices_of.setdefault(bounds, []).append(device)
+    arrays = []
+    for bounds, devices in devices_of.items():
+        block = read(tuple(slice(*bound) for bound in bounds))
+        arrays += jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+@functools.cache
+def _set_row(sharding: Sharding) -> Callable:
+    """A compiled (stacked, row, index) -> stacked with that row, in the same memory."""
+    return jax.jit(
+        lambda stacked, row, index: jax.lax.dynamic_update_index_in_dim(stacked, row, index, 0),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
+
+
+class _Part(NamedTuple):
+    """One tensor as it will be in a file."""
+
+    dtype: np.dtype
+    size: int  # bytes
+
+
+def _parts(name: str, tensor: Tensor, dtype: str | None, mxfp4: bool) -> dict[str, _Part]:
+    """What a tensor will be in the file: itself, or of MXFP4 codes and scales."""
+    count = int(np.prod(tensor.shape))
+    if mxfp4 and tensor.expert is not None:
+        byte = np.dtype(np.uint8)
+        return {f"{name}_packed": _Part(byte, count // 2), f"{name}_scale": _Part(byte, count // mxfp4_codec.RUN)}
+    kept = jnp.dtype(tensor.variable.dtype if dtype is None else dtype)
+    if name.endswith(FLOAT32_SUFFIXES):
+        kept = jnp.promote_types(kept, jnp.float32)
+    return {name: _Part(kept, count * kept.itemsize)}
+
+
+def _shards(parts: dict[str, dict[str, _Part]], root: str, shard_bytes: int) -> list[list[str]]:
+    """Tensor names by file: whole layers, in order, as many as fit."""
+    shards: list[list[str]] = []
+    room = 0
+    for _, names in groupby(parts, lambda name: layer_of(name, root)):
+        names = list(names)
+        size = sum(part.size for name in names for part in parts[name].values())
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1] += names
+        room -= size
+    return shards
+
+
+def _fetch(tensors: dict[str, Tensor], parts: dict[str, dict[str, _Part]]) -> dict[str, np.ndarray]:
+    """The arrays of one file."""
+    arrays = {}
+    for (_, group), members in groupby(tensors.items(), lambda item: (id(item[1].variable), item[1].group)):
+        members = dict(members)
+        value = next(iter(members.values())).variable.get_value()
+        value = np.asarray(value if group is None else value[group])
+        for name, tensor in members.items():
+            whole = tensor.layout.write(value if tensor.expert is None else value[tensor.expert])
+            if name in parts[name]:
+                arrays[name] = np.ascontiguousarray(whole.astype(parts[name][name].dtype))
+                continue
+            try:
+                arrays |= zip(parts[name], mxfp4_codec.encode(whole), strict=True)
+            except ValueError as error:
+                raise ValueError(f"mxfp4=True: {name} cannot be stored so: {error}") from None
+    return arrays
+
+
+def _header(handle: Any, name: str) -> _Stored:
+    stored = handle.get_slice(name)
+    return _Stored(stored.get_dtype(), tuple(stored.get_shape()))
+
+
+def _mxfp4_shape(packed: _Stored, scale: _Stored) -> tuple[int, int] | None:
+    """The shape of the weight that codes and scales make up, None if they do not belong together."""
+    if {packed.dtype, scale.dtype} != {"U8"} or not len(packed.shape) == len(scale.shape) == 2:
+        return None
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    return (rows, columns) if scale.shape == (rows, columns / mxfp4_codec.RUN) else None
+
+
+def _whole(shape: tuple[int, ...]) -> Index:
+    return tuple(slice(0, size) for size in shape)
+
+
+def _listed(names: Iterable[str], separator: str) -> str:
+    names = list(names)
+    more = f"{separator}and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return separator.join(names[:MOST_NAMES]) + more
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} holds no {path.name}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
