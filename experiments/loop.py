@@ -84,7 +84,8 @@ class _Run:
             self.corpus.train, sequence_length=config.sequence_length, batch_size=config.batch_size, seed=config.seed
         )
         self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=config.keep_checkpoints)
-        self.training = start_training(config, self.model_config, mesh)
+        resumed = self.checkpoints.latest_step() is not None
+        self.training = start_training(config, self.model_config, mesh, resumed=resumed)
         self.evaluate = make_evaluate(self.training.graphdef, self._put)
         # What a checkpoint must agree with to be gone on from.
         self.identity = {
@@ -166,7 +167,7 @@ class _Run:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.training.state.params))
         kinds = f"{model.layer_kinds.count('kda')} KDA + {model.layer_kinds.count('mla')} MLA layers"
         devices = f"{jax.default_backend()} {config.mesh or '(one device)'}"
-        print(f"{config.config}: {size:,} parameters, {kinds}, {model.residual}; {devices}, {config.dtype}")
+        print(f"{model.name}: {size:,} parameters, {kinds}, {model.residual}; {devices}, {config.dtype}")
         print(
             f"data {config.data}: {len(self.corpus.train):,} training and {len(self.corpus.validation):,} validation "
             f"tokens; each step reads {config.batch_size} x {config.sequence_length}"

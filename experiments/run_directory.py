@@ -20,13 +20,16 @@ SETTINGS, RESULT, CHECKPOINTS = "run.json", "result.json", "checkpoints"
 def open_run(config: TrainConfig) -> Path:
     """Make the directory of a run, or enter it again. ValueError names the settings that differ from the run's."""
     if config.workdir is None:
-        return _write_settings(_fresh_directory(config.config), config)
+        config.model_config(vocab_size=1)  # a released folder that will not do leaves no directory behind
+        name = config.config if config.init_from is None else Path(config.init_from).resolve().name
+        return _write_settings(_fresh_directory(name), config)
     workdir = Path(config.workdir)
     if (saved := saved_settings(workdir)) is not None:
         require_same_config(saved.binding(), config.binding(), where=f"the run in {workdir}")
         return workdir
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"workdir={str(workdir)!r} is a file; give a directory")
+    config.model_config(vocab_size=1)
     workdir.mkdir(parents=True, exist_ok=True)
     return _write_settings(workdir, config)
 

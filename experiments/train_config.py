@@ -6,6 +6,7 @@ import typing
 from typing import Any
 
 from kimi_jax.configs import ModelConfig, get_config
+from kimi_jax.convert import load_hf_config
 
 
 def _setting(default: Any, text: str, *, choices: tuple[str, ...] | None = None, free: bool = False) -> Any:
@@ -23,6 +24,11 @@ class TrainConfig:
     config: str = _setting("tiny", "Model preset, for example tiny or kda_653m. An unknown name lists what exists.")
     overrides: dict[str, Any] = _setting(
         {}, "Fields of the preset to replace: --set hidden_size=256 --set num_layers=8. An unknown field lists all."
+    )
+    init_from: str | None = _setting(
+        None,
+        "Folder of a released checkpoint (config.json and safetensors) to fine-tune. It says what the model is, in "
+        "place of --config; --tokenizer has to be the one that it was trained with.",
     )
     workdir: str | None = _setting(
         None,
@@ -91,17 +97,29 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             if (choices := field.metadata["choices"]) and (value := getattr(self, field.name)) is not None:
                 _require(self, field.name, value in choices, " or ".join(choices))
-        self.model_config(vocab_size=1)  # raises for an unknown preset or field
+        if self.init_from is None:
+            self.model_config(vocab_size=1)  # raises for an unknown preset or field
+        else:  # read when a run begins; its result outlives the folder
+            _require(self, "config", self.config == TrainConfig.config, "left out: init_from says what the model is")
         self.mesh_sizes()
 
     def model_config(self, *, vocab_size: int) -> ModelConfig:
-        """The model: the preset, then the vocabulary of the tokenizer and the dtype, then the overrides."""
+        """The model: the preset with the vocabulary of the tokenizer, or the released one; the dtype; the overrides."""
+        if self.init_from is not None:
+            model = load_hf_config(self.init_from, **self.init_fields())
+            fits = model.vocab_size >= vocab_size
+            _require(self, "tokenizer", fits, f"one of at most {model.vocab_size} ids, as init_from has")
+            return model
         settings: dict[str, Any] = {"vocab_size": vocab_size}
         if self.dtype is not None:
             settings["dtype"] = self.dtype
         model = get_config(self.config, **{**settings, **self.overrides})
         _require(self, "overrides", model.vocab_size >= vocab_size, f"vocab_size at least the tokenizer's {vocab_size}")
         return model
+
+    def init_fields(self) -> dict[str, Any]:
+        """What is changed in the model of init_from: parameters are float32, as those of every run."""
+        return {"dtype": self.dtype, "param_dtype": "float32", **self.overrides}
 
     def mesh_sizes(self) -> dict[str, int]:
         """{"data": 2, "tensor": 4} for "data=2,tensor=4"; empty for one device."""

@@ -15,6 +15,7 @@ from experiments.optim import HEAD_MATRICES, make_optimizer
 from experiments.schedules import make_schedule
 from experiments.train_config import TrainConfig
 from kimi_jax.configs import ModelConfig
+from kimi_jax.convert import load_hf
 from kimi_jax.model import KimiLM, lm_loss, update_router_biases
 from kimi_jax.sharding import create_sharded, param_shardings
 
@@ -41,14 +42,21 @@ class Training(NamedTuple):
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
-def start_training(config: TrainConfig, model_config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Training:
-    """The state before the first step, laid out on the mesh, and the compiled step. Call under jax.set_mesh(mesh)."""
+def start_training(
+    config: TrainConfig, model_config: ModelConfig, mesh: jax.sharding.Mesh | None, *, resumed: bool = False
+) -> Training:
+    """The state before the first step, laid out on the mesh, and the compiled step. Call under jax.set_mesh(mesh).
+
+    Parameters are drawn, or read from config.init_from; in a resumed run they will be replaced and are not read.
+    """
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
 
     def build() -> KimiLM:
         return KimiLM(model_config, rngs=nnx.Rngs(init_key))
 
-    if mesh is None:
+    if config.init_from is not None and not resumed:
+        model = load_hf(config.init_from, mesh=mesh, **config.init_fields())
+    elif mesh is None:
         graphdef = nnx.split(nnx.eval_shape(build))[0]
         model = nnx.merge(graphdef, jax.jit(lambda: nnx.split(build())[1])())
     else:

@@ -15,6 +15,7 @@ from typing import Any
 
 RESIDUALS = ("standard", "full_attn_res", "block_attn_res")
 REMAT_POLICIES = ("none", "layer", "dots", "block")
+DTYPES = ("float32", "bfloat16", "float64")
 HF_ROOTS = ("model.", "language_model.model.")
 
 
@@ -112,8 +113,8 @@ class ModelConfig:
             "activation": ("swiglu", "situ"),
             "router_weights": ("unbiased", "biased"),
             "residual": RESIDUALS,
-            "dtype": ("float32", "bfloat16", "float64"),
-            "param_dtype": ("float32", "bfloat16", "float64"),
+            "dtype": DTYPES,
+            "param_dtype": DTYPES,
             "remat": REMAT_POLICIES,
             "kernel_backend": ("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu"),
             "hf_root": HF_ROOTS,

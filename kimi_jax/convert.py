@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from . import mxfp4 as mxfp4_codec
-from .configs import HF_ROOTS, ModelConfig
+from .configs import DTYPES, HF_ROOTS, ModelConfig
 from .hf_config import config_from_hf, config_to_hf
 from .hf_tensors import FLOAT32_SUFFIXES, Index, Tensor, layer_of, official_tensors
 from .model import KimiLM
@@ -59,21 +59,17 @@ def load_hf(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = N
             unused, of another shape or dtype, all in one message; widths that the mesh does not divide. Nothing is
             loaded then.
     """
-    files = _Files(path)
-    config = _config(files, dtype, fields)
+    files, model = _open(path, dtype, fields)
     if mesh is not None:
-        check_divisible(config, mesh)
-    model = nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0)))
-    tensors = official_tensors(model)
-    _require_fit(files, tensors, config, may_round=dtype is not None or "param_dtype" in fields)
-    for (_, group), members in groupby(tensors.items(), lambda item: (id(item[1].variable), item[1].group)):
+        check_divisible(model.config, mesh)
+    for (_, group), members in groupby(official_tensors(model).items(), _row_of):
         _load_variable(files, dict(members), group, mesh)
     return model
 
 
-def hf_config(path: str | Path, *, dtype: str | None = None, **fields: Any) -> ModelConfig:
-    """The config of the model that `load_hf` would return; reads config.json and the headers of the files."""
-    return _config(_Files(path), dtype, fields)
+def load_hf_config(path: str | Path, *, dtype: str | None = None, **fields: Any) -> ModelConfig:
+    """The config of the model that `load_hf` would return, after the same checks of the folder."""
+    return _open(path, dtype, fields)[1].config
 
 
 def save_hf(
@@ -104,6 +100,8 @@ def save_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty: give a new folder")
     stored_dtype = model.config.param_dtype if dtype is None else dtype
+    if stored_dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not allowed: one of {DTYPES}")
     raw_config = config_to_hf(model.config, dtype=stored_dtype, mxfp4=mxfp4)
     tensors = official_tensors(model)
     parts = {name: _parts(name, tensor, dtype, mxfp4) for name, tensor in tensors.items()}
@@ -184,11 +182,18 @@ class _Files:
         return handles
 
 
+def _open(path: str | Path, dtype: str | None, fields: dict[str, Any]) -> tuple[_Files, KimiLM]:
+    """A folder and the abstract model that it fills. ValueError where it does not."""
+    files = _Files(path)
+    config = _config(files, dtype, fields)
+    model = nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0)))
+    _require_fit(files, official_tensors(model), config, may_round=dtype is not None or "param_dtype" in fields)
+    return files, model
+
+
 def _config(files: _Files, dtype: str | None, fields: dict[str, Any]) -> ModelConfig:
     """config.json, and what only the files tell: how they store things."""
-    root = next((root for root in reversed(HF_ROOTS) if any(name.startswith(root) for name in files.stored)), None)
-    if root is None:
-        raise ValueError(f"{files.folder} has no tensor under {' or '.join(HF_ROOTS)}: another family of models")
+    root = HF_ROOTS[any(name.startswith(HF_ROOTS[1]) for name in files.stored)]
     found: dict[str, Any] = {"hf_root": root}
     if embedding := files.stored.get(f"{root}embed_tokens.weight"):
         found["param_dtype"] = jnp.dtype(_DTYPES.get(embedding.dtype, np.float32)).name
@@ -233,7 +238,7 @@ def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig,
     }
     if any(problems.values()):
         lists = "; ".join(f"{kind}: {_listed(names, ', ')}" for kind, names in problems.items() if names)
-        raise ValueError(f"{files.folder} is no {config.name} checkpoint that its config.json describes: {lists}")
+        raise ValueError(f"the tensors of {files.folder} are not those that its config.json describes: {lists}")
     log = logging.getLogger("absl")
     if other:
         log.warning("%s: %d tensors of the vision tower are left out", files.folder, len(other))
@@ -266,8 +271,13 @@ def _load_variable(files: _Files, members: dict[str, Tensor], group: int | None,
 
     array = _place(shape, sharding, read)
     if group is not None:
-        array = _set_row(row_sharding)(variable.get_value(), array, group)
+        array = jax.block_until_ready(_set_row(row_sharding)(variable.get_value(), array, group))
     variable.set_value(array)
+
+
+def _row_of(item: tuple[str, Tensor]) -> tuple[int, int | None]:
+    """Equal for tensors that are read and written together: those of one variable, or of one group's row of it."""
+    return id(item[1].variable), item[1].group
 
 
 def _read(files: _Files, name: str, tensor: Tensor, index: Index) -> np.ndarray:
@@ -334,10 +344,11 @@ def _shards(parts: dict[str, dict[str, _Part]], root: str, shard_bytes: int) -> 
 def _fetch(tensors: dict[str, Tensor], parts: dict[str, dict[str, _Part]]) -> dict[str, np.ndarray]:
     """The arrays of one file."""
     arrays = {}
-    for (_, group), members in groupby(tensors.items(), lambda item: (id(item[1].variable), item[1].group)):
+    for (_, group), members in groupby(tensors.items(), _row_of):
         members = dict(members)
         value = next(iter(members.values())).variable.get_value()
-        value = np.asarray(value if group is None else value[group])
+        # Of a new array, since jax keeps the host's copy for as long as the array lives.
+        value = np.asarray(jnp.copy(value) if group is None else value[group])
         for name, tensor in members.items():
             whole = tensor.layout.write(value if tensor.expert is None else value[tensor.expert])
             if name in parts[name]:

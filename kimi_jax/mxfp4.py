@@ -17,16 +17,19 @@ _BOTH = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], a
 
 
 def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """uint8 [out, in / 2] and uint8 [out, in / 32] -> float32 [out, in]. A scale byte of 255 makes its run NaN."""
+    """uint8 [out, in / 2] and uint8 [out, in / 32] -> float32 [out, in].
+
+    A scale byte of 255 makes its run NaN; of 253 and 254 the largest values are beyond float32 and become infinite.
+    """
     rows = packed.shape[0]
-    runs = _BOTH[packed].reshape(rows, -1, RUN)
-    runs = np.ldexp(runs, scale.astype(np.int32)[..., None] - BIAS)
+    with np.errstate(over="ignore"):
+        runs = np.ldexp(_BOTH[packed].reshape(rows, -1, RUN), scale.astype(np.int32)[..., None] - BIAS)
     runs[scale == NAN] = np.nan
     return runs.reshape(rows, -1)
 
 
 def encode(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float [out, in] -> (packed, scale) that decode to the same values, signs of zero included.
+    """float [out, in] -> (packed, scale), in C order, that decode to the same values, signs of zero included.
 
     Any weight that came out of `decode` has such a pair; the scale may be another than the one it came from. Raises
     ValueError if a run of 32 has none, that is, if the values are not MXFP4 numbers; nothing is rounded.
@@ -34,7 +37,7 @@ def encode(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows, columns = values.shape
     if columns % RUN:
         raise ValueError(f"{columns} columns are no multiple of {RUN}")
-    runs = values.astype(np.float32).reshape(rows, -1, RUN)
+    runs = np.ascontiguousarray(values, np.float32).reshape(rows, -1, RUN)  # else the results are not in C order either
     largest = np.abs(runs).max(axis=-1)
     # The largest magnitude of a run becomes 4 or 6: what was a code of a larger scale still is one, twice as far up.
     exponent = np.clip(np.frexp(largest)[1] - 3, -BIAS, NAN - 1 - BIAS)
