@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from experiments.run_directory import open_run
 from experiments.sample import sample_run
 from experiments.train import config_from_flags, define_flags
 from experiments.train_config import TrainConfig, parse_overrides
+from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers import RouterBias
 
@@ -267,3 +269,35 @@ def test_flags_are_the_settings(tmp_path):
         name = "set" if field.name == "overrides" else field.name
         default = [] if name == "set" else field.default
         assert again[name].default == default and len(again[name].help) > 10, name
+
+
+def released_folder(folder: Path, **fields) -> Path:
+    """A released checkpoint of a model as small as the others here, of another seed than theirs."""
+    config = get_config("tiny", **(SMALL | fields), residual="standard")
+    save_hf(KimiLM(config, rngs=nnx.Rngs(99)), folder)
+    return folder
+
+
+def test_a_released_checkpoint_is_where_training_begins(text, tmp_path):
+    """With a learning rate of nothing the run also ends there."""
+    folder, workdir = released_folder(tmp_path / "released", num_layers=1), tmp_path / "run"
+    quick = {"kernel_backend": "reference"}
+    config = small_config(
+        text, workdir, init_from=str(folder), overrides=quick, steps=2, warmup=0, learning_rate=1e-30, sample_tokens=0
+    )
+    assert train(config).finished
+    begun, ended = load_hf(folder, **quick), load_model(workdir / "checkpoints")
+    assert ended.config == begun.config
+    chex.assert_trees_all_equal(nnx.state(ended), nnx.state(begun))
+
+
+def test_a_released_folder_that_will_not_do_leaves_no_run_behind(text, tmp_path):
+    folder, workdir = released_folder(tmp_path / "released"), tmp_path / "run"
+    for changes, message in (
+        ({"init_from": str(tmp_path)}, "holds no config.json"),
+        ({"init_from": str(folder), "overrides": {"hidden_size": 16}}, r"embed_tokens.weight is \[256, 8\] and should"),
+        ({"init_from": str(folder), "config": "kda_653m"}, "config='kda_653m' is not allowed: left out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(small_config(text, workdir, **({"overrides": {}} | changes)))
+    assert not workdir.exists()
