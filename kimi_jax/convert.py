@@ -11,6 +11,7 @@ more than one layer. What a file is called and how it lies is in hf_tensors.py, 
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +35,9 @@ from .sharding import check_divisible, param_shardings
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")  # of K3's files, beside the text tower
+DENSE_IN_TRANSFORMERS = re.compile(
+    r"(\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$"
+)  # as it saves
 MOST_NAMES = 50  # that an error lists of each kind
 
 _DTYPES = {"BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64, "MXFP4": jnp.bfloat16}
@@ -48,7 +52,7 @@ def load_hf(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = N
     Args:
         path: a folder with config.json and model.safetensors, or shards and their index.
         dtype: "float32", "bfloat16" or "float64", of parameters and computation. None: parameters as the file's
-            embedding, computation as config.json says; then no tensor may be stored wider than it would be kept.
+            embedding, or wider where the file is, so that nothing is rounded; computation as config.json says.
         mesh: parameters are laid out on it by their logical axes, and never whole where the rules cut them; None: the
             default device.
         **fields: of ModelConfig, to replace: how it is computed (scan_layers, remat, chunk_size), or where peers differ
@@ -135,8 +139,12 @@ class _Files:
         if not self.folder.is_dir():
             raise ValueError(f"no folder {str(path)!r}")
         self.config = _read_json(self.folder / CONFIG)
-        self._handles = self._open()
-        self.stored = {name: _header(handle, name) for name, handle in self._handles.items()}
+        handles = self._open()
+        self._slices = {}
+        for name, handle in handles.items():
+            official = DENSE_IN_TRANSFORMERS.sub(r"\1.mlp.\2", name)
+            self._slices[name if official in handles else official] = handle.get_slice(name)
+        self.stored = {n: _Stored(s.get_dtype(), tuple(s.get_shape())) for n, s in self._slices.items()}
         for name in [name for name in self.stored if name.endswith(".weight_packed")]:
             scale = f"{name.removesuffix('_packed')}_scale"
             if scale in self.stored and (whole := _mxfp4_shape(self.stored[name], self.stored[scale])):
@@ -146,9 +154,9 @@ class _Files:
     def read(self, name: str, index: Index) -> np.ndarray:
         """A slice of a tensor; index must name every axis."""
         if self.stored[name].dtype != "MXFP4":
-            return self._handles[name].get_slice(name)[index]
+            return self._slices[name][index]
         rows, columns = index  # of whole rows, since a scale spans 32 columns
-        packed, scale = (self._handles[part].get_slice(part)[rows] for part in (f"{name}_packed", f"{name}_scale"))
+        packed, scale = (self._slices[name + part][rows] for part in ("_packed", "_scale"))
         return mxfp4_codec.decode(packed, scale)[:, columns]
 
     def _open(self) -> dict[str, Any]:
@@ -187,7 +195,10 @@ def _open(path: str | Path, dtype: str | None, fields: dict[str, Any]) -> tuple[
     files = _Files(path)
     config = _config(files, dtype, fields)
     model = nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0)))
-    _require_fit(files, official_tensors(model), config, may_round=dtype is not None or "param_dtype" in fields)
+    tensors = official_tensors(model)
+    _require_fit(files, tensors, config)
+    if dtype is None and "param_dtype" not in fields:
+        _keep_wide(files, tensors)
     return files, model
 
 
@@ -214,7 +225,7 @@ def _config(files: _Files, dtype: str | None, fields: dict[str, Any]) -> ModelCo
     return config_from_hf(files.config, found | fields)
 
 
-def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig, *, may_round: bool) -> None:
+def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig) -> None:
     """ValueError that lists every tensor that is missing, unused or not as it should be."""
     stored = files.stored
     other = {name for name in stored if config.hf_root != HF_ROOTS[0] and name.startswith(OTHER_TOWERS)}
@@ -227,8 +238,6 @@ def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig,
             wrong.append(f"{name} is {list(shape)} and should be {list(tensor.shape)}")
         elif kind not in _DTYPES:
             wrong.append(f"{name} is {kind} and should be one of {', '.join(_DTYPES)}")
-        elif not may_round and jnp.promote_types(_DTYPES[kind], tensor.variable.dtype) != tensor.variable.dtype:
-            wrong.append(f"{name} is {kind}, wider than {tensor.variable.dtype}: choose a dtype")
         elif name.endswith("A_log") and files.read(name, _whole(shape)).reshape(-1)[config.value_heads :].any():
             wrong.append(f"{name} has more than {config.value_heads} numbers that are not 0")
     problems = {
@@ -245,6 +254,14 @@ def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig,
     if config.hf_A_log_shape is not None and len(config.hf_A_log_shape) == 1:
         log.warning("%s: A_log is stored with %d entries, of which the first %d are the heads and the rest zeros",
                     files.folder, config.hf_A_log_shape[0], config.value_heads)  # fmt: skip
+
+
+def _keep_wide(files: _Files, tensors: dict[str, Tensor]) -> None:
+    """Give abstract parameters the dtype of the files where that is wider than theirs."""
+    for name, (variable, *_) in tensors.items():
+        stored = jax.dtypes.canonicalize_dtype(_DTYPES[files.stored[name].dtype])
+        if (wide := jnp.promote_types(stored, variable.dtype)) != variable.dtype:
+            variable.set_value(jax.ShapeDtypeStruct(variable.shape, wide))
 
 
 def _load_variable(files: _Files, members: dict[str, Tensor], group: int | None, mesh: Mesh | None) -> None:
@@ -359,11 +376,6 @@ def _fetch(tensors: dict[str, Tensor], parts: dict[str, dict[str, _Part]]) -> di
             except ValueError as error:
                 raise ValueError(f"mxfp4=True: {name} cannot be stored so: {error}") from None
     return arrays
-
-
-def _header(handle: Any, name: str) -> _Stored:
-    stored = handle.get_slice(name)
-    return _Stored(stored.get_dtype(), tuple(stored.get_shape()))
 
 
 def _mxfp4_shape(packed: _Stored, scale: _Stored) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ state that lives for the whole sequence and are a small part of the weights, so 
 norms, routers, short convolutions and the queries of AttnRes.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -46,6 +47,7 @@ def round_to_int8(model: KimiLM, *, keep: Sequence[str] = SENSITIVE) -> None:
         variable[...] = _round(variable[...], channels)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _round(x: jax.Array, axis: int) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=axis, keepdims=True) / 127

@@ -65,6 +65,9 @@ BAD_FIELDS = [
     Bad("width", dict(num_experts=4, top_k=2), r"expert_width=0 .*at least 1"),
     Bad("groups", dict(num_experts=4, top_k=2, expert_width=8, num_expert_groups=3), r"num_expert_groups=3 .*divisor"),
     Bad("mla_layers", dict(mla_layers=(1, 4)), r"mla_layers=\(1, 4\) .*below num_layers=4"),
+    Bad("root", dict(hf_root="transformer."), r"hf_root='transformer.' .*model\..*language_model"),
+    Bad("A_log_short", dict(hf_A_log_shape=(1,)), r"hf_A_log_shape=\(1,\) .*N >= 2 value heads"),
+    Bad("A_log_shape", dict(hf_A_log_shape=(2, 1)), r"hf_A_log_shape=\(2, 1\) .*\(1, 1, 2, 1\)"),
     Bad("mla_order", dict(mla_layers=(2, 1)), r"mla_layers=\(2, 1\) .*rising"),
 ]
 

@@ -47,7 +47,7 @@ def states(graphdef, state, tokens):
 
 
 def test_field_CK06():
-    """The three states' errors of 1.2%, 3.8% and 4.1% become 2.8, 3.6 and 2.4 times as large with the gates rounded too.
+    """The states' errors of 1.2%, 3.8% and 4.1% become 2.8, 3.6 and 2.4 times as large with the gates rounded too.
 
     Without outliers (1.0 in place of 80.0) the factor is 1.00 to 1.02: rounding costs what they make it cost.
     """
