@@ -5,14 +5,14 @@
 
 A folder is checked as a whole before anything of it is read: names, shapes, dtypes and the files' own completeness.
 Then one matrix after the other goes from the file to the devices that keep a part of it, so that the host never holds
-more than one layer. What a file is called and how it lies is in hf_tensors.py, what config.json says in hf_config.py.
+more than one layer. What tensors are called and how they lie is in hf_tensors.py, what config.json says in
+hf_config.py, what makes a folder whole in hf_files.py.
 """
 
 import functools
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -29,16 +28,12 @@ from safetensors.numpy import save_file
 from . import mxfp4 as mxfp4_codec
 from .configs import DTYPES, HF_ROOTS, ModelConfig
 from .hf_config import config_from_hf, config_to_hf
+from .hf_files import CONFIG, INDEX, SINGLE, HFFiles, listed
 from .hf_tensors import FLOAT32_SUFFIXES, Index, Tensor, layer_of, official_tensors
 from .model import KimiLM
 from .sharding import check_divisible, param_shardings
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")  # of K3's files, beside the text tower
-DENSE_IN_TRANSFORMERS = re.compile(
-    r"(\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$"
-)  # as it saves
-MOST_NAMES = 50  # that an error lists of each kind
 
 _DTYPES = {"BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64, "MXFP4": jnp.bfloat16}
 
@@ -66,6 +61,7 @@ def load_hf(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = N
     files, model = _open(path, dtype, fields)
     if mesh is not None:
         check_divisible(model.config, mesh)
+    _give_notice(files, model.config)
     for (_, group), members in groupby(official_tensors(model).items(), _row_of):
         _load_variable(files, dict(members), group, mesh)
     return model
@@ -124,75 +120,9 @@ def save_hf(
     _write_json(folder / CONFIG, raw_config)
 
 
-class _Stored(NamedTuple):
-    """A tensor in a file; of MXFP4 the two tensors that make one."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Files:
-    """The tensors of a folder, by name. Opening reads headers only; ValueError names every file that will not do."""
-
-    def __init__(self, path: str | Path):
-        self.folder = Path(path)
-        if not self.folder.is_dir():
-            raise ValueError(f"no folder {str(path)!r}")
-        self.config = _read_json(self.folder / CONFIG)
-        handles = self._open()
-        self._slices = {}
-        for name, handle in handles.items():
-            official = DENSE_IN_TRANSFORMERS.sub(r"\1.mlp.\2", name)
-            self._slices[name if official in handles else official] = handle.get_slice(name)
-        self.stored = {n: _Stored(s.get_dtype(), tuple(s.get_shape())) for n, s in self._slices.items()}
-        for name in [name for name in self.stored if name.endswith(".weight_packed")]:
-            scale = f"{name.removesuffix('_packed')}_scale"
-            if scale in self.stored and (whole := _mxfp4_shape(self.stored[name], self.stored[scale])):
-                del self.stored[name], self.stored[scale]
-                self.stored[name.removesuffix("_packed")] = _Stored("MXFP4", whole)
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor; index must name every axis."""
-        if self.stored[name].dtype != "MXFP4":
-            return self._slices[name][index]
-        rows, columns = index  # of whole rows, since a scale spans 32 columns
-        packed, scale = (self._slices[name + part][rows] for part in ("_packed", "_scale"))
-        return mxfp4_codec.decode(packed, scale)[:, columns]
-
-    def _open(self) -> dict[str, Any]:
-        """Tensor name -> the open file that holds it."""
-        index = self.folder / INDEX
-        if index.is_file():
-            weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ValueError(f"{index} has no weight_map")
-        elif (self.folder / SINGLE).is_file():
-            weight_map = None
-        else:
-            raise ValueError(f"{self.folder} holds neither {SINGLE} nor {INDEX}")
-        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
-        problems = [f"{file} is absent" for file in names if not (self.folder / file).is_file()]
-        opened, handles = {}, {}
-        for file in names if not problems else ():
-            try:
-                opened[file] = safetensors.safe_open(self.folder / file, "np")
-            except (safetensors.SafetensorError, OSError) as error:
-                problems.append(f"{file} is cut off or no safetensors file ({error})")
-        for file, handle in opened.items():
-            for name in handle.keys():  # noqa: SIM118  (it has no other iteration)
-                if name in handles or (weight_map is not None and weight_map.get(name) != file):
-                    problems.append(f"{file} holds {name}, which the index does not place there")
-                handles[name] = handle
-        if weight_map is not None and not problems:
-            problems = [f"{weight_map[name]} lacks {name}" for name in weight_map if name not in handles]
-        if problems:
-            raise ValueError(f"{self.folder} is not a whole checkpoint: {_listed(problems, '; ')}")
-        return handles
-
-
-def _open(path: str | Path, dtype: str | None, fields: dict[str, Any]) -> tuple[_Files, KimiLM]:
+def _open(path: str | Path, dtype: str | None, fields: dict[str, Any]) -> tuple[HFFiles, KimiLM]:
     """A folder and the abstract model that it fills. ValueError where it does not."""
-    files = _Files(path)
+    files = HFFiles(path)
     config = _config(files, dtype, fields)
     model = nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0)))
     tensors = official_tensors(model)
@@ -202,9 +132,10 @@ def _open(path: str | Path, dtype: str | None, fields: dict[str, Any]) -> tuple[
     return files, model
 
 
-def _config(files: _Files, dtype: str | None, fields: dict[str, Any]) -> ModelConfig:
+def _config(files: HFFiles, dtype: str | None, fields: dict[str, Any]) -> ModelConfig:
     """config.json, and what only the files tell: how they store things."""
-    root = HF_ROOTS[any(name.startswith(HF_ROOTS[1]) for name in files.stored)]
+    plain, wrapped = HF_ROOTS
+    root = wrapped if any(name.startswith(wrapped) for name in files.stored) else plain
     found: dict[str, Any] = {"hf_root": root}
     if embedding := files.stored.get(f"{root}embed_tokens.weight"):
         found["param_dtype"] = jnp.dtype(_DTYPES.get(embedding.dtype, np.float32)).name
@@ -225,10 +156,9 @@ def _config(files: _Files, dtype: str | None, fields: dict[str, Any]) -> ModelCo
     return config_from_hf(files.config, found | fields)
 
 
-def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig) -> None:
+def _require_fit(files: HFFiles, tensors: dict[str, Tensor], config: ModelConfig) -> None:
     """ValueError that lists every tensor that is missing, unused or not as it should be."""
-    stored = files.stored
-    other = {name for name in stored if config.hf_root != HF_ROOTS[0] and name.startswith(OTHER_TOWERS)}
+    stored, other = files.stored, _other_towers(files, config)
     wrong = []
     for name, tensor in tensors.items():
         if name not in stored:
@@ -239,24 +169,33 @@ def _require_fit(files: _Files, tensors: dict[str, Tensor], config: ModelConfig)
         elif kind not in _DTYPES:
             wrong.append(f"{name} is {kind} and should be one of {', '.join(_DTYPES)}")
         elif name.endswith("A_log") and files.read(name, _whole(shape)).reshape(-1)[config.value_heads :].any():
-            wrong.append(f"{name} has more than {config.value_heads} numbers that are not 0")
+            wrong.append(f"{name} is not 0 behind its first {config.value_heads} entries")
     problems = {
         "missing": [name for name in tensors if name not in stored],
         "unused": [name for name in stored if name not in tensors and name not in other],
         "not as they should be": wrong,
     }
     if any(problems.values()):
-        lists = "; ".join(f"{kind}: {_listed(names, ', ')}" for kind, names in problems.items() if names)
+        lists = "; ".join(f"{kind}: {listed(names, ', ')}" for kind, names in problems.items() if names)
         raise ValueError(f"the tensors of {files.folder} are not those that its config.json describes: {lists}")
+
+
+def _other_towers(files: HFFiles, config: ModelConfig) -> set[str]:
+    """The tensors that are no part of the text tower, where there may be others."""
+    return {name for name in files.stored if config.hf_root == HF_ROOTS[1] and name.startswith(OTHER_TOWERS)}
+
+
+def _give_notice(files: HFFiles, config: ModelConfig) -> None:
+    """Say what of the files is left out."""
     log = logging.getLogger("absl")
-    if other:
+    if other := _other_towers(files, config):
         log.warning("%s: %d tensors of the vision tower are left out", files.folder, len(other))
     if config.hf_A_log_shape is not None and len(config.hf_A_log_shape) == 1:
         log.warning("%s: A_log is stored with %d entries, of which the first %d are the heads and the rest zeros",
                     files.folder, config.hf_A_log_shape[0], config.value_heads)  # fmt: skip
 
 
-def _keep_wide(files: _Files, tensors: dict[str, Tensor]) -> None:
+def _keep_wide(files: HFFiles, tensors: dict[str, Tensor]) -> None:
     """Give abstract parameters the dtype of the files where that is wider than theirs."""
     for name, (variable, *_) in tensors.items():
         stored = jax.dtypes.canonicalize_dtype(_DTYPES[files.stored[name].dtype])
@@ -264,7 +203,7 @@ def _keep_wide(files: _Files, tensors: dict[str, Tensor]) -> None:
             variable.set_value(jax.ShapeDtypeStruct(variable.shape, wide))
 
 
-def _load_variable(files: _Files, members: dict[str, Tensor], group: int | None, mesh: Mesh | None) -> None:
+def _load_variable(files: HFFiles, members: dict[str, Tensor], group: int | None, mesh: Mesh | None) -> None:
     """Read a variable, or one group's row of it, from the tensors that make it up (its experts, or just one)."""
     tensor = next(iter(members.values()))
     variable = tensor.variable
@@ -297,7 +236,7 @@ def _row_of(item: tuple[str, Tensor]) -> tuple[int, int | None]:
     return id(item[1].variable), item[1].group
 
 
-def _read(files: _Files, name: str, tensor: Tensor, index: Index) -> np.ndarray:
+def _read(files: HFFiles, name: str, tensor: Tensor, index: Index) -> np.ndarray:
     return tensor.layout.read(lambda stored_index: files.read(name, stored_index), index)
 
 
@@ -310,7 +249,7 @@ def _place(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], n
     arrays = []
     for bounds, devices in devices_of.items():
         block = read(tuple(slice(*bound) for bound in bounds))
-        arrays += jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
+        arrays += jax.block_until_ready([jax.device_put(block, device) for device in devices])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
@@ -378,34 +317,8 @@ def _fetch(tensors: dict[str, Tensor], parts: dict[str, dict[str, _Part]]) -> di
     return arrays
 
 
-def _mxfp4_shape(packed: _Stored, scale: _Stored) -> tuple[int, int] | None:
-    """The shape of the weight that codes and scales make up, None if they do not belong together."""
-    if {packed.dtype, scale.dtype} != {"U8"} or not len(packed.shape) == len(scale.shape) == 2:
-        return None
-    rows, columns = packed.shape[0], 2 * packed.shape[1]
-    return (rows, columns) if scale.shape == (rows, columns / mxfp4_codec.RUN) else None
-
-
 def _whole(shape: tuple[int, ...]) -> Index:
     return tuple(slice(0, size) for size in shape)
-
-
-def _listed(names: Iterable[str], separator: str) -> str:
-    names = list(names)
-    more = f"{separator}and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return separator.join(names[:MOST_NAMES]) + more
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} holds no {path.name}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

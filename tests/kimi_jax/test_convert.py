@@ -17,13 +17,14 @@ from safetensors.numpy import load_file, save_file
 
 from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax import convert as convert_module
-from kimi_jax.convert import CONFIG, INDEX, SINGLE, load_hf_config
+from kimi_jax.convert import load_hf_config
 from kimi_jax.hf_config import config_from_hf, config_to_hf
+from kimi_jax.hf_files import CONFIG, INDEX, SINGLE
 from kimi_jax.hf_tensors import official_tensors
-from kimi_jax.mxfp4 import decode, encode
+from kimi_jax.mxfp4 import decode
 from kimi_jax.sharding import make_mesh, param_shardings
 from tests.kimi_jax.small_models import EXPERTS, small_config, small_model
-from tests.support import GOLDEN, golden
+from tests.support import GOLDEN
 
 LINEAR, K3, K3_PACKED = (GOLDEN / name for name in ("kimi_linear_a", "kimi_k3_a", "kimi_k3_b"))
 
@@ -304,7 +305,7 @@ GATE_CASES = [
     GateCase("1_1_heads_1", "A_log", lambda x: x.reshape(1, 1, H, 1)),
     GateCase("padded", "A_log", lambda x: with_tail(x, 0)),
     GateCase("one_short", "A_log", lambda x: x[:-1], r"A_log is \[95\] and should be \[96\]"),
-    GateCase("padded_with_numbers", "A_log", lambda x: with_tail(x, 0.5), "A_log has more than 96 numbers"),
+    GateCase("padded_with_numbers", "A_log", lambda x: with_tail(x, 0.5), "A_log is not 0 behind its first 96 entries"),
     GateCase("column", "A_log", lambda x: x[:, None], r"A_log is \[96, 1\] and should be \[96\]"),
     GateCase("flat", "dt_bias", lambda x: x),
     GateCase("per_head", "dt_bias", lambda x: x.reshape(H, K)),
@@ -475,23 +476,3 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="is not empty"):
         save_hf(small_model(small_config()), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_mxfp4_is_as_published_and_exact():
-    arrays = golden("layer_ops", "mxfp4")
-    values = decode(arrays["packed"], arrays["scale"])
-    np.testing.assert_array_equal(values, arrays["dequantised"])
-    np.testing.assert_array_equal(values, values.astype(jnp.bfloat16))
-    rng = np.random.default_rng(0)
-    packed = rng.integers(0, 256, (40, 48), np.uint8)
-    packed[0], packed[1], packed[2, :16] = 0, 0x88, 0x91  # zeros of either sign, codes that are all small
-    scale = rng.integers(1, 250, (40, 3), np.uint8)
-    scale[2], scale[3] = 0, 252  # the ends of what float32 can hold
-    values = decode(packed, scale)
-    assert_same_bits({"": decode(*encode(values))}, {"": values})
-    assert np.isnan(decode(packed, np.full_like(scale, 255))).all()
-    values[5, 7] *= 1.25
-    with pytest.raises(ValueError, match="not all MXFP4"):
-        encode(values)
-    with pytest.raises(ValueError, match="multiple of 32"):
-        encode(values[:, :40])
