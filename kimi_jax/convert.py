@@ -82,8 +82,10 @@ def save_hf(
 ) -> None:
     """Write a model as a released checkpoint: config.json, and safetensors with the official names and shapes.
 
-    What `load_hf` has read comes out bit for bit; decoded experts come out decoded, or with mxfp4 as MXFP4 of the same
-    values. Tokenizers are not written. The host holds one shard at a time; config.json is written last.
+    What `load_hf` has read without a dtype comes out bit for bit, in the shapes it had; decoded experts come out
+    decoded, or with mxfp4 as MXFP4 of the same values. The kinds of parameters that released files keep in float32 come
+    out in float32, whatever the file had. Tokenizers are not written. The host holds one shard at a time; config.json
+    is written last.
 
     Args:
         model: of any layout; every array must be within reach of this process.
