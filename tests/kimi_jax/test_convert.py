@@ -81,9 +81,7 @@ def test_what_was_read_is_written(case, tmp_path):
     if case.saving.get("mxfp4"):
         assert written.keys() == original.keys()
     assert_same_bits(decoded(written), decoded(original))
-    again = load_hf(tmp_path, **case.fields)
-    assert again.config == model.config
-    assert_same_bits(decoded(tensors_of(tmp_path)), decoded(original))
+    assert load_hf_config(tmp_path, **case.fields) == model.config
     if case.files > 1:
         index = json.loads((tmp_path / INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in written.values())
