@@ -79,6 +79,7 @@ def ask(
         **environment,
     }
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "facts.json").unlink(missing_ok=True)  # of an earlier compilation
     (folder / "spec.json").write_text(json.dumps(spec))
     command = [sys.executable, "-m", module, str(folder / "spec.json")]
     try:
