@@ -93,15 +93,16 @@ class Fused(NamedTuple):
     options: dict
     dtype: type = jnp.bfloat16
     packed: bool = False
+    H: int = 1
 
 
 def raw(case: Fused, K: int, packing) -> tuple[Tokens, dict]:
-    """Two rows of logits with HV = 2H, rounded to the case's dtype, and the keywords of their call.
+    """Two rows of logits with HV = 2, rounded to the case's dtype, and the keywords of their call.
 
     packing [2, T] are segment_ids, for a packed case.
     """
     r = np.random.default_rng(7)
-    tokens = base(7, *packing.shape, 1, K, K, HV=2)
+    tokens = base(7, *packing.shape, case.H, K, K, HV=2)
     if "num_segments" in case.options:
         tokens = tokens._replace(initial_state=0.1 * r.standard_normal((2, 4, 2, K, K)))
     if "qk_l2norm" in case.options:

@@ -14,10 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kda.mosaic_gpu import state, state_backward
+from pallas_kernels.kda.mosaic_gpu import registers, state, state_backward
 from pallas_kernels.kda.mosaic_gpu.intra import Options, Terms
-from pallas_kernels.kda.mosaic_gpu.pieces import PROGRAMS, SHORTEST, choose_pieces, first_cotangents, first_states
-from pallas_kernels.kda.mosaic_gpu.state import pass_state, piece_ends, recompute_states
+from pallas_kernels.kda.mosaic_gpu.pieces import (
+    GROUP,
+    SHORTEST,
+    choose_groups,
+    choose_pieces,
+    first_cotangents,
+    first_states,
+)
+from pallas_kernels.kda.mosaic_gpu.registers import MULTIPROCESSORS
+from pallas_kernels.kda.mosaic_gpu.state import pass_state, piece_maps, piece_transitions, recompute_states
 from pallas_kernels.kda.mosaic_gpu.state_backward import pass_state_backward
 from tests.support import BF16_FORWARD, BF16_GRADIENT, assert_close
 
@@ -163,7 +171,7 @@ def multiply(a, b):
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     machine = Machine()
-    for module, name in itertools.product((state, state_backward), ("jax", "pl", "plgpu")):
+    for module, name in itertools.product((registers, state, state_backward), ("jax", "pl", "plgpu")):
         monkeypatch.setattr(module, name, getattr(machine, name))
         monkeypatch.setattr(module, "fixed", lambda x: x)
 
@@ -181,15 +189,20 @@ def numbers(seed, *shape, dtype=F32, size=1.0):
 
 def terms() -> Terms:
     """No chunk, head or row is like another."""
-    tokens = lambda seed, width: numbers(seed, B, HV, 64 * N, width, dtype=BF16, size=0.1)  # noqa: E731
-    decay = np.exp(-np.abs(numbers(6, B, HV, N * K)))
-    return Terms(*(tokens(i, K) for i in range(3)), tokens(3, 64), numbers(4, B, HV, N * V, 64), decay, None)
+    tokens = lambda seed, width, size=0.1: numbers(seed, B, HV, 64 * N, width, dtype=BF16, size=size)  # noqa: E731
+    inverse = np.stack([tokens(4, 64), tokens(5, 64, 1e-3)])
+    return Terms(*(tokens(i, K) for i in range(3)), tokens(3, 64), inverse, np.exp(-np.abs(numbers(6, B, HV, N * K))))
 
 
-X, DOUT = terms(), numbers(8, B, 64 * N, HV * V, dtype=BF16)
-W, Q, KOUT, A = (x.astype(np.float64).reshape(B, HV, N, 64, -1) for x in X[:4])
-U, DECAY = X.u.astype(np.float64).reshape(B, HV, N, V, 64), X.decay.astype(np.float64).reshape(B, HV, N, 1, K)
-DO = DOUT.astype(np.float64).reshape(B, N, 64, HV, V).transpose(0, 3, 1, 4, 2)  # dO^T of each chunk
+X, VALUES, DOUT = terms(), *(numbers(i, B, 64 * N, HV * V, dtype=BF16) for i in (10, 8))
+BETA = np.abs(numbers(11, B, HV, 64 * N))
+KIN, Q, KOUT, A = (x.astype(np.float64).reshape(B, HV, N, 64, -1) for x in X[:4])
+T = X.inverse.astype(np.float64).sum(0).reshape(B, HV, N, 64, 64)
+DECAY = X.decay.astype(np.float64).reshape(B, HV, N, 1, K)
+VT, DO = (x.astype(np.float64).reshape(B, N, 64, HV, V).transpose(0, 3, 1, 4, 2) for x in (VALUES, DOUT))  # [V, 64]
+# V' = U - W S, as chunked.py has it
+W = T @ (BETA.reshape(B, HV, N, 64, 1) * KIN)
+U = (VT * BETA.reshape(B, HV, N, 1, 64)) @ T.mT
 
 
 def forward(enter, u=U):
@@ -209,14 +222,16 @@ def forward(enter, u=U):
 
 
 def backward(enter):
-    """dS^T after and before each chunk, and dV'^T; enter(n, ds) as in forward, from the last chunk to the first."""
+    """dS^T after and before each chunk, and P [B, T, HV V]; enter(n, ds) as in forward, from the last chunk to the
+    first."""
     ds, results = np.zeros((B, HV, V, K)), []
     for n in reversed(range(N)):
         after = enter(n, ds)
         dresidual = multiply(DO[:, :, n], A[:, :, n]) + multiply(after, KOUT[:, :, n].mT)
         ds = after * DECAY[:, :, n] + multiply(DO[:, :, n], Q[:, :, n]) - multiply(dresidual, W[:, :, n])
-        results.append((after, ds, dresidual))
-    return (np.stack(x[::-1], axis=2) for x in zip(*results, strict=True))
+        results.append((after, ds, multiply(dresidual, T[:, :, n])))
+    after, before, p = (np.stack(x[::-1], axis=2) for x in zip(*results, strict=True))
+    return after, before, p.transpose(0, 2, 4, 1, 3).reshape(B, 64 * N, -1)
 
 
 def check(tolerance, **pairs):
@@ -225,46 +240,73 @@ def check(tolerance, **pairs):
         assert_close(np.asarray(got, np.float64).reshape(expected.shape), expected, tolerance, name)
 
 
+def crowd(monkeypatch, crowded):
+    """No multiprocessors to spare: a program has all values of its head, and not 64 of them."""
+    if crowded:
+        monkeypatch.setattr(state, "MULTIPROCESSORS", 0)
+
+
 # --- Tests -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["states", "zeros"])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_pieces_begin_with_states_of_their_own(pieces, given):
+def test_pieces_begin_with_states_of_their_own(pieces, given, monkeypatch):
+    crowd(monkeypatch, given)
     length, states = N // pieces, numbers(7, B, HV, pieces, V, K) * given
     before, after, residuals, out = forward(lambda n, s: s if n % length else states[:, :, n // length])
     first = states if given else None
-    got, final = pass_state(X, first, None, OPTIONS, pieces)
-    starts, again = recompute_states(X, first, None, OPTIONS, pieces)
+    got, final, nothing = pass_state(X, VALUES, BETA, first, None, OPTIONS, pieces)
+    starts, again = recompute_states(X, VALUES, BETA, first, None, OPTIONS, pieces)
+    assert nothing is None
     check(BF16_FORWARD, output=(got, out), states=(final, after[:, :, length - 1 :: length]))
     check(BF16_FORWARD, states_before_chunks=(starts, before), residuals=(again, residuals))
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["cotangents", "zeros"])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_pieces_end_with_cotangents_of_their_own(pieces, given):
+def test_pieces_end_with_cotangents_of_their_own(pieces, given, monkeypatch):
+    crowd(monkeypatch, given)
     length, dstates = N // pieces, numbers(9, B, HV, pieces, V, K) * given
-    after, before, dresiduals = backward(lambda n, ds: ds if (n + 1) % length else dstates[:, :, n // length])
+    after, before, p = backward(lambda n, ds: ds if (n + 1) % length else dstates[:, :, n // length])
     last = dstates if given else None
-    ends, got, first = pass_state_backward(X, DOUT, last, None, OPTIONS, pieces)
-    check(BF16_GRADIENT, cotangents=(ends, after), residuals=(got, dresiduals), first=(first, before[:, :, ::length]))
-    *nothing, again = pass_state_backward(X, DOUT, last, None, OPTIONS, pieces, keep=False)
-    assert nothing == [None, None] and (again == first).all()
+    ends, got, first = pass_state_backward(X, BETA, DOUT, last, None, OPTIONS, pieces)
+    check(BF16_GRADIENT, cotangents=(ends, after), p=(got, p), first=(first, before[:, :, ::length]))
+    *nothing, again = pass_state_backward(X, BETA, DOUT, last, None, OPTIONS, pieces, keep=False)
+    assert nothing == [None, None] and again.shape[2] == pieces - 1
+    if not given:  # as they are for the pieces' maps
+        np.testing.assert_array_equal(again, first[:, :, 1:])
+
+
+@pytest.mark.parametrize("pieces, groups", [(1, 2), (1, 8), (2, 2), (2, 4)])
+def test_groups_begin_with_what_the_walk_has_kept(pieces, groups):
+    length, states = N // pieces, numbers(7, B, HV, pieces, V, K)
+    before, _, residuals, _ = forward(lambda n, s: s if n % length else states[:, :, n // length])
+    *_, kept = pass_state(X, VALUES, BETA, states, None, OPTIONS, pieces, groups)
+    check(BF16_FORWARD, kept=(kept, before[:, :, :: N // groups]))
+    starts, again = recompute_states(X, VALUES, BETA, kept, None, OPTIONS, groups)
+    check(BF16_FORWARD, states_before_chunks=(starts, before), residuals=(again, residuals))
 
 
 @pytest.mark.parametrize("pieces", [2, 4])
-def test_pieces_begin_with_what_the_whole_walk_passes_on(pieces):
+def test_pieces_begin_with_what_the_whole_walk_passes_on(pieces, monkeypatch):
     """Through their maps, as in sequence.py, without and with a first state and a last cotangent."""
+    crowd(monkeypatch, pieces == 4)
     length = N // pieces
-    R, E = (piece_ends(X, OPTIONS, pieces, transition=t) for t in (True, False))
-    *_, F = pass_state_backward(X, DOUT, None, None, OPTIONS, pieces, keep=False)
+    R, E = piece_maps(X, VALUES, BETA, OPTIONS, pieces)
+    later = piece_transitions(X, BETA, OPTIONS, pieces, skip=1)
+    *_, F = pass_state_backward(X, BETA, DOUT, None, None, OPTIONS, pieces, keep=False)
     _, after, *_ = forward(lambda n, s: s if n % length else s * 0 + np.eye(K), np.zeros((B, HV, N, K, 64)))
-    check(BF16_FORWARD, transitions=(R, after[:, :, length - 1 :: length]))
+    transitions = after[:, :, length - 1 :: length]
+    check(BF16_FORWARD, transitions=(R, transitions[:, :, :-1]), of_later_pieces=(later, transitions[:, :, 1:]))
     for given in (True, False):
         state, dstate = numbers(7, B, HV, V, K), numbers(9, B, HV, V, K)
         before, *_ = forward(lambda n, s: s if n else state * given)  # noqa: B023
         after, *_ = backward(lambda n, ds: ds if n < N - 1 else dstate * given)  # noqa: B023
-        first, last = first_states(R, E, state if given else None), first_cotangents(R, F, dstate if given else None)
+        first, last = (
+            first_states(R, E, state if given else None),
+            first_cotangents(later, F, dstate if given else None),
+        )
         check(BF16_FORWARD, first=(first, before[:, :, ::length]))
         check(BF16_GRADIENT, last=(last, after[:, :, length - 1 :: length]))
 
@@ -277,12 +319,12 @@ def test_states_of_slots():
     edge[:, 1:-1] = slot[:, 1:] != slot[:, :-1]
     own = lambda x, n, new, s: np.where(new[:, None, None, None], x[np.arange(B), slot[:, n]], s)  # noqa: E731
     before, after, residuals, out = forward(lambda n, s: own(states, n, edge[:, n], s))
-    got, final = pass_state(X, states, slot, OPTIONS)
-    starts, again = recompute_states(X, states, slot, OPTIONS)
+    got, final, _ = pass_state(X, VALUES, BETA, states, slot, OPTIONS)
+    starts, again = recompute_states(X, VALUES, BETA, states, slot, OPTIONS)
     check(BF16_FORWARD, output=(got, out), states_before_chunks=(starts, before), residuals=(again, residuals))
-    dafter, dbefore, dresiduals = backward(lambda n, ds: own(dstates, n, edge[:, n + 1], ds))
-    ends, again, first = pass_state_backward(X, DOUT, dstates, jnp.asarray(slot), OPTIONS)
-    check(BF16_GRADIENT, cotangents=(ends, dafter), residuals=(again, dresiduals))
+    dafter, dbefore, p = backward(lambda n, ds: own(dstates, n, edge[:, n + 1], ds))
+    ends, again, first = pass_state_backward(X, BETA, DOUT, dstates, jnp.asarray(slot), OPTIONS)
+    check(BF16_GRADIENT, cotangents=(ends, dafter), p=(again, p))
     for b, s in np.ndindex(B, 4):
         chunks = np.flatnonzero(slot[b] == s)
         if len(chunks):
@@ -293,26 +335,37 @@ def test_states_of_slots():
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["state", "zeros"])
-@pytest.mark.parametrize("pieces", [1, 3, 8])
+@pytest.mark.parametrize("pieces", [2, 3, 8])
 def test_maps_of_pieces_are_composed_like_a_scan(pieces, given):
     r = np.random.default_rng(pieces)
-    R = r.standard_normal((2, 3, pieces, 4, 4))
-    E, s = r.standard_normal((2, 3, pieces, 5, 4)), r.standard_normal((2, 3, 5, 4))
+    R = r.standard_normal((2, 3, pieces - 1, 4, 4))
+    E, s = r.standard_normal((2, 3, pieces - 1, 5, 4)), r.standard_normal((2, 3, 5, 4))
     with jax.enable_x64(True):
         states = first_states(*map(jnp.asarray, (R, E)), jnp.asarray(s) if given else None)
         cotangents = first_cotangents(*map(jnp.asarray, (R, E)), jnp.asarray(s) if given else None)
-    for got, order, turn in ((states, range(pieces), False), (cotangents, reversed(range(pieces)), True)):
-        now = s * given
-        for p in order:
-            assert_close(got[:, :, p], now, 1e-13, f"piece {p}")
-            now = now @ (R[:, :, p].mT if turn else R[:, :, p]) + E[:, :, p]
+    now = s * given
+    for p in range(pieces):
+        assert_close(states[:, :, p], now, 1e-13, f"piece {p}")
+        now = now @ R[:, :, p] + E[:, :, p] if p < pieces - 1 else now
+    now = s * given
+    for p in reversed(range(pieces)):
+        assert_close(cotangents[:, :, p], now, 1e-13, f"piece {p}")
+        now = now @ R[:, :, p - 1].mT + E[:, :, p - 1] if p else now
 
 
 def test_as_many_pieces_as_keep_the_machine_busy():
     def allowed(programs, chunks, pieces):
-        return programs * pieces <= PROGRAMS and chunks % pieces == 0 and chunks // pieces >= SHORTEST
+        return programs * pieces <= MULTIPROCESSORS and chunks % pieces == 0 and chunks // pieces >= SHORTEST
 
     for programs, chunks in itertools.product((1, 7, 16, 33, 34, 132, 999), (1, 48, 191, 192, 200, 2048, 4095)):
         most = max((p for p in (4, 8, 16, 32, 64, 128) if allowed(programs, chunks, p)), default=1)
         assert choose_pieces(programs, chunks) == most, (programs, chunks)
     assert choose_pieces(16, 2048) == 8 and choose_pieces(34, 2048) == 1 and choose_pieces(1, 192) == 4
+
+
+def test_groups_are_finer_than_pieces():
+    for chunks in (1, 32, 63, 64, 96, 128, 200, 1024, 4095, 4096):
+        groups = choose_groups(chunks)
+        assert chunks % groups == 0 and (groups == 1 or chunks // groups >= GROUP)
+        assert chunks % (2 * groups) or chunks // (2 * groups) < GROUP
+        assert all(groups % choose_pieces(programs, chunks) == 0 for programs in (1, 4, 33))

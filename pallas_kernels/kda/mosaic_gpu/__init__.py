@@ -2,9 +2,9 @@
 
 sequence.py is the way in and holds the custom VJP. intra.py and state.py are the kernels of the forward pass,
 state_backward.py, chunk_backward.py and intra_backward.py those of the backward, pieces.py cuts long sequences of few
-heads, registers.py and warp_products.py are what a warpgroup does in its registers; step.py is the decode kernel. The
-algorithm is described in chunked.py and decay.py, what differs here in each file's head. Kernels are imported when
-first called, since a jax may come without Mosaic GPU.
+heads; gate.py is the gate inside them, registers.py and warp_products.py what a warpgroup does in its registers;
+step.py is the decode kernel. The algorithm is described in chunked.py and decay.py, what differs here in each file's
+head. Kernels are imported when first called, since a jax may come without Mosaic GPU.
 """
 
 import functools

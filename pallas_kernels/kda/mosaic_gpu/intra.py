@@ -1,7 +1,8 @@
 """Everything of a chunk that does not depend on the state: one warpgroup per chunk and value head.
 
-From raw q, k, v, gate and beta to the terms of chunked.py (names as there): W and U^T of V' = U - W S, the decayed
-q~ = q e^G and k^ = k e^{Gn - G}, the products A, the decay e^{Gn} of the chunk, and T for the backward.
+From raw q, k, gate and beta to what state.py walks over: the decayed q~ = q e^G, k_in = k e^G and k^ = k e^{Gn - G},
+the products A, the decay e^{Gn} of the chunk and T = (I + L)^-1. The W and U of chunked.py are not formed: the walk
+has time to spare for V' = T beta (V - k_in S), which this kernel has not for T beta k_in and T beta V.
 
 Decayed products are anchored at boundaries between a key's row and the query's, and the factors on both sides are
 products of decays, one exp per gate: any gate is right, -inf included, and no exponent is formed that is not a sum of
@@ -12,11 +13,11 @@ cores take all of these products out of its registers. Channels are taken 64 at 
 
 Tiles mostly stay with the warp that wrote them, so that barriers are placed by hand: a warp's where lanes exchange, a
 warpgroup's where warps do (totals, tiles before a row's own, right operands of wgmma). Shared memory is written over
-and over; what a name in the kernel lies on is said where it is allocated.
+and over, so that two programs share a multiprocessor; what a name in the kernel lies on is said where it is allocated.
 
 16-bit operands: q and k are brought to rows of norm (or of largest entry) 1 and multiplied in fp16, whose 11 bits of
-mantissa keep nearly parallel keys apart (field case KN04); what meets the values, whose size is not known, is bf16.
-T leaves in two bf16 terms and U in float32, since U - W S cancels where keys are parallel.
+mantissa keep nearly parallel keys apart (field case KN04). T leaves in two bf16 terms: where keys are parallel, V' is
+a small difference.
 """
 
 from functools import partial
@@ -27,6 +28,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from .gate import log2_gate, read_bias
 from .registers import (
     CHUNK,
     SMEM_TILE,
@@ -35,19 +37,22 @@ from .registers import (
     WALK,
     WGMMA,
     blocks,
+    by_block,
+    fixed,
     over_tokens,
     per_token,
+    product,
     sync,
+    tile_indices,
     tile_products,
     walk,
     warp_sync,
     widen,
 )
 
-__all__ = ["Options", "Terms", "by_block", "fixed", "intra", "log2_gate", "matmul", "tile_indices"]
+__all__ = ["Options", "Terms", "intra"]
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
-LOG2E = 1.4426950408889634
 
 
 class Options(NamedTuple):
@@ -64,90 +69,91 @@ class Options(NamedTuple):
 class Terms(NamedTuple):
     """Of N chunks, T = 64 N."""
 
-    w: jax.Array  # [B, HV, T, K] bf16
+    k_in: jax.Array  # [B, HV, T, K] bf16: k e^G
     q_in: jax.Array  # [B, HV, T, K] bf16: scale q e^G
     k_out: jax.Array  # [B, HV, T, K] bf16: k e^{Gn - G}
     a: jax.Array  # [B, HV, T, 64] bf16
-    u: jax.Array  # [B, HV, N V, 64] float32: U^T of each chunk
+    inverse: jax.Array  # [2, B, HV, T, 64] bf16: T = (I + L)^-1 in two terms
     decay: jax.Array  # [B, HV, N K] float32: e^{Gn}
-    inverse: jax.Array | None  # [2, B, HV, T, 64] bf16: T = (I + L)^-1 in two terms
 
 
-def intra(q, k, v, g, beta, rate, bias, o: Options, *, save: bool) -> Terms:
-    """q, k [B,T,H K]; v [B,T,HV V] bf16; g [B,T,HV K]; beta [B,HV,T], rate [HV], bias [HV,K] float32; 64 divides T."""
-    B, T, width = g.shape
-    HV, H, N = width // o.K, q.shape[2] // o.K, T // CHUNK
-    nk, nv = o.K // 64, o.V // 64
+def intra(q, k, g, beta, rate, bias, o: Options) -> Terms:
+    """q, k [B,T,H K] bf16; g [B,T,HV K]; beta [B,HV,T], rate [HV], bias [HV,K] float32; 64 divides T."""
+    (B, HV, T), H = beta.shape, q.shape[2] // o.K
+    N, nk = T // CHUNK, o.K // 64
     token = lambda w: jax.ShapeDtypeStruct((B, HV, T, w), BF16)  # noqa: E731
     out = Terms(
         token(o.K), token(o.K), token(o.K), token(CHUNK),
-        jax.ShapeDtypeStruct((B, HV, N * o.V, CHUNK), F32),
-        jax.ShapeDtypeStruct((B, HV, N * o.K), F32),
-        jax.ShapeDtypeStruct((2, B, HV, T, CHUNK), BF16) if save else None,
+        jax.ShapeDtypeStruct((2, B, HV, T, CHUNK), BF16), jax.ShapeDtypeStruct((B, HV, N * o.K), F32),
     )  # fmt: skip
     tiles = lambda n, dtype=BF16: plgpu.SMEM((n, CHUNK, 64), dtype, transforms=SMEM_TILE)  # noqa: E731
     scratch = dict(
         q=plgpu.RefUnion(tiles(nk), tiles(nk, F16)),
         k=plgpu.RefUnion(tiles(nk), tiles(nk, F16)),
-        # A tile's products wait where its gates were and v will be: all that is alive does not fit in the registers.
-        v=plgpu.RefUnion(tiles(nv), tiles(1, F16)),
-        g=plgpu.RefUnion(
-            tiles(nk) if g.dtype == BF16 else plgpu.SMEM((nk, CHUNK, 64), F32, transforms=SMEM_TILE_F32),
-            plgpu.SMEM((1, CHUNK, 64), F32, transforms=SMEM_TILE_F32),
-            tiles(nk, F16),
-        ),
         # A tile's totals lie where the tile of k e^G will be written at the end of the same turn.
         kin=plgpu.RefUnion(tiles(nk), plgpu.SMEM((8 * nk, 4, 64), F32)),
-        level=plgpu.RefUnion(
-            plgpu.SMEM((4 * CHUNK, 64), F16, transforms=SMEM_TILE),
-            tiles(4),
-            plgpu.SMEM((2, CHUNK, 64), F32, transforms=SMEM_TILE_F32),
-        ),
-        arrived=plgpu.Barrier(num_arrivals=nk, num_barriers=3),
-        values=plgpu.Barrier(num_arrivals=nv),
+        level=plgpu.RefUnion(plgpu.SMEM((4 * CHUNK, 64), F16, transforms=SMEM_TILE), tiles(4)),
+        arrived=[plgpu.Barrier(num_arrivals=n) for n in (nk, nk, nk, 2)],
     )
-    if not o.qk_l2norm:  # with it, 113 KB are just what lets two programs share a multiprocessor
-        scratch["norms"] = plgpu.SMEM((3, CHUNK), F32)
+    # A tile's products wait where its gates were: all that is alive does not fit in the registers. numbers are beta,
+    # twice, since two loads of one slice become one, of one layout; and norms, where q and k have any.
+    numbers = plgpu.SMEM((2 if o.qk_l2norm else 5, CHUNK), F32)
+    if g.dtype == BF16:
+        scratch |= dict(g=plgpu.RefUnion(tiles(nk), tiles(nk, F16)), more=tiles(1, F16), numbers=numbers)
+    else:
+        gates = plgpu.SMEM((nk, CHUNK, 64), F32, transforms=SMEM_TILE_F32)
+        scratch["g"] = plgpu.RefUnion(gates, tiles(2 * nk, F16), tiles(2 * nk), plgpu.SMEM((34, CHUNK), F32))
+        if nk == 1 or not o.qk_l2norm:  # else there is room in g, and none beside it
+            scratch["numbers"] = numbers
     outputs, tree = jax.tree.flatten(out)
     results = plgpu.kernel(
-        partial(_kernel, o=o, group=HV // H, save=save),
+        partial(_kernel, o=o, group=HV // H),
         out_type=outputs,
         scratch_types=scratch,
         grid=(N, HV, B),
         grid_names=("chunk", "head", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         kernel_name="kda_intra",
-    )(q, k, v, g, beta, rate, bias)
+    )(q, k, g, beta, rate, bias)
     return jax.tree.unflatten(tree, results)
 
 
-def _kernel(q_hbm, k_hbm, v_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, group, save,
-            q, k, v, g, kin, level, arrived, values, norms=None):  # fmt: skip
-    w_hbm, qin_hbm, kout_hbm, a_hbm, u_hbm, decay_hbm, *inverse_hbm = outs
+def _kernel(q_hbm, k_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, group,
+            q, k, g, kin, level, arrived, more=None, numbers=None):  # fmt: skip
+    kin_hbm, qin_hbm, kout_hbm, a_hbm, inverse_hbm, decay_hbm = outs
     n, h, b = (jax.lax.axis_index(x) for x in ("chunk", "head", "row"))
-    nk, nv = o.K // 64, o.V // 64
+    nk = o.K // 64
     rows = pl.ds(n * CHUNK, CHUNK)
-    (q_raw, q_unit), (k_raw, k_unit), (g_raw, u_tile, downs) = q, k, g
-    k_in, totals = kin
-    v, ups = v
-    stack, wide, u_tiles = level  # one memory: four fp16 tiles in a stack, four bf16 tiles, or two of float32
+    (q_raw, q_unit), (k_raw, k_unit), (k_in, totals) = q, k, kin
+    if more is None:  # a gate in float32 leaves two tiles' room
+        g_raw, halves, t_low, in_g = g
+        down_of, up_of = lambda i: halves.at[2 * i], lambda i: halves.at[2 * i + 1]
+    else:
+        g_raw, halves = g
+        t_low, down_of, up_of = g_raw, lambda i: halves.at[i], lambda i: more.at[0]
+    betas = in_g.at[pl.ds(32, 2)] if numbers is None else numbers.at[pl.ds(0, 2)]  # in g after up_of(0)
+    stack, wide = level
     half = [stack.at[pl.ds(CHUNK * j, CHUNK)] for j in range(4)]
 
-    qk = h // group
     for i in range(nk):
-        columns = pl.ds(qk * o.K + 64 * i, 64)
-        plgpu.copy_gmem_to_smem(q_hbm.at[b, rows, columns], q_raw.at[i], arrived.at[0])
-        plgpu.copy_gmem_to_smem(k_hbm.at[b, rows, columns], k_raw.at[i], arrived.at[1])
-        plgpu.copy_gmem_to_smem(g_hbm.at[b, rows, pl.ds(h * o.K + 64 * i, 64)], g_raw.at[i], arrived.at[2])
-    # Not next to the other load of beta: two loads of one slice become one, of one layout.
-    down_beta = fixed(per_token(plgpu.load(beta_hbm.at[b, h, rows], layout=WGMMA.reduce(1), optimized=False), WGMMA))
+        columns = pl.ds(h // group * o.K + 64 * i, 64)
+        plgpu.copy_gmem_to_smem(q_hbm.at[b, rows, columns], q_raw.at[i], arrived[0])
+        plgpu.copy_gmem_to_smem(k_hbm.at[b, rows, columns], k_raw.at[i], arrived[1])
+        plgpu.copy_gmem_to_smem(g_hbm.at[b, rows, pl.ds(h * o.K + 64 * i, 64)], g_raw.at[i], arrived[2])
+
+    def fetch_betas():
+        for j in range(2):
+            plgpu.copy_gmem_to_smem(beta_hbm.at[b, h, rows], betas.at[j], arrived[3])
+
+    if numbers is not None:
+        fetch_betas()
     rate = rate_hbm[h] if o.gate != "log" else None
-    plgpu.barrier_wait(arrived.at[0])
-    normalise_rows(q_raw, q_unit, norms, 0, o)
     bias = read_bias(bias_hbm, h, 0, o)  # here and below long before it is used
-    plgpu.barrier_wait(arrived.at[1])
-    normalise_rows(k_raw, k_unit, norms, 1, o)
-    plgpu.barrier_wait(arrived.at[2])
+    plgpu.barrier_wait(arrived[0])
+    normalise_rows(q_raw, q_unit, numbers, 0, o)
+    plgpu.barrier_wait(arrived[1])
+    normalise_rows(k_raw, k_unit, numbers, 1, o)
+    plgpu.barrier_wait(arrived[2])
 
     # Decayed products and the decayed q and k.
     warp, column = blocks(WGMMA)
@@ -164,7 +170,9 @@ def _kernel(q_hbm, k_hbm, v_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, 
         for j, f in enumerate(factors):
             half[j][...] = f.astype(F16)
         sync()
-        downs[i], ups[0] = down.astype(F16), up.astype(F16)
+        if numbers is None:
+            pl.when(i == nk - 1)(fetch_betas)
+        down_of(i)[...], up_of(i)[...] = down.astype(F16), up.astype(F16)
         qw, kw = (plgpu.load(x.at[i], layout=WGMMA) for x in (q_unit, k_unit))
         diagonal = tile_products(qw, kw, diagonal)
         for j in range(4):
@@ -176,25 +184,26 @@ def _kernel(q_hbm, k_hbm, v_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, 
         t = [over_tokens(x, WALK) for x in t]
         at = partial(by_block, row_warp)
         warp_sync()
-        ks, up = plgpu.load(k_unit.at[i], layout=WALK), plgpu.load(ups.at[0], layout=WALK)
+        ks, up = plgpu.load(k_unit.at[i], layout=WALK), plgpu.load(up_of(i), layout=WALK)
         far = up * at([t[1], t[2], None, None]).astype(F16)
         half[1][...] = ks * up
         half[2][...] = ks * far
         half[3][...] = ks * (far * t[2].astype(F16))
         sync()
-        f = plgpu.load(downs.at[i], layout=WGMMA)
+        f = plgpu.load(down_of(i), layout=WGMMA)
         left = [fixed(x * f) for x in (qw, kw)]
         for distance in (1, 2, 3):
             # A warp finds the tile `distance` before its own that many tiles up the stack; there may be none.
             right = plgpu.load(stack.at[pl.ds(CHUNK * distance - TILE * distance, CHUNK)], layout=WGMMA)
             for sums, x in zip(near, left, strict=True):
                 sums[distance] = tile_products(x, right, sums[distance])
-        down = plgpu.load(downs.at[i], layout=WALK).astype(F32) * at([None, t[0], t[0] * t[1], t[0] * t[1] * t[2]])
+        down = plgpu.load(down_of(i), layout=WALK).astype(F32) * at([None, t[0], t[0] * t[1], t[0] * t[1] * t[2]])
         up = up.astype(F32) * at([t[1] * t[2] * t[3], t[2] * t[3], t[3], None])
         qs, ks = plgpu.load(q_unit.at[i], layout=WALK).astype(F32), ks.astype(F32)
         if not o.qk_l2norm:
             qs, ks = (
-                x * per_token(plgpu.load(norms.at[j], layout=WALK.reduce(1)), WALK) for j, x in enumerate((qs, ks))
+                x * per_token(plgpu.load(numbers.at[2 + j], layout=WALK.reduce(1)), WALK)
+                for j, x in enumerate((qs, ks))
             )
         bias = read_bias(bias_hbm, h, jnp.minimum(i + 1, nk - 1), o)
         warp_sync()
@@ -203,92 +212,39 @@ def _kernel(q_hbm, k_hbm, v_hbm, g_hbm, beta_hbm, rate_hbm, bias_hbm, *outs, o, 
         columns = pl.ds(64 * i, 64)
         plgpu.copy_smem_to_gmem(q_raw.at[i], qin_hbm.at[b, h, rows, columns])
         plgpu.copy_smem_to_gmem(k_raw.at[i], kout_hbm.at[b, h, rows, columns])
+        plgpu.copy_smem_to_gmem(k_in.at[i], kin_hbm.at[b, h, rows, columns])
         return near, diagonal, bias
 
     zero = fixed(jnp.zeros((CHUNK, TILE), F32))
     # A loop, and not its turns written out: the compiler would work on both at once, in more registers than there are.
     near, diagonal, _ = jax.lax.fori_loop(0, nk, channels, ([[zero] * 4] * 2, zero, bias))
-    for i in range(nv):
-        plgpu.copy_gmem_to_smem(v_hbm.at[b, rows, pl.ds(h * o.V + 64 * i, 64)], v.at[i], values)
-    across_beta = plgpu.load(beta_hbm.at[b, h, rows], layout=WGMMA.reduce(0), optimized=False)
-    across_beta = fixed(over_tokens(across_beta, WGMMA))
+    plgpu.barrier_wait(arrived[3])
+    down_beta = fixed(per_token(plgpu.load(betas.at[0], layout=WGMMA.reduce(1)), WGMMA))
+    across_beta = fixed(over_tokens(plgpu.load(betas.at[1], layout=WGMMA.reduce(0)), WGMMA))
     i, j = tile_indices()
     near[0][0] = near[0][0] + jnp.where(i == j, diagonal, 0.0)
     A, Ak = (whole(sums, warp) for sums in near)
     if not o.qk_l2norm:
-        qn, kn = (plgpu.load(norms.at[j], layout=WGMMA.reduce(1)) for j in range(2))
-        across = over_tokens(plgpu.load(norms.at[2], layout=WGMMA.reduce(0)), WGMMA)
-        A, Ak = A * per_token(qn, WGMMA) * across, Ak * per_token(kn, WGMMA) * across
+        qn, kn = (per_token(plgpu.load(numbers.at[2 + j], layout=WGMMA.reduce(1)), WGMMA) for j in range(2))
+        across = over_tokens(plgpu.load(numbers.at[4], layout=WGMMA.reduce(0)), WGMMA)
+        A, Ak = A * qn * across, Ak * kn * across
     wide[2] = A.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(wide.at[2], a_hbm.at[b, h, rows])
     T = inverse_of(Ak, down_beta, across_beta, half, warp, column)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if save:
-        high = T.astype(BF16)
-        wide[2], wide[3] = high, (T - high.astype(F32)).astype(BF16)
-        plgpu.commit_smem()
-        for j in range(2):
-            plgpu.copy_smem_to_gmem(wide.at[2 + j], inverse_hbm[0].at[j, b, h, rows])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    T = fixed(T * across_beta)
-    high = fixed(T.astype(BF16))
-    low = fixed((T - high.astype(F32)).astype(BF16))
-    wide[2], wide[3] = high, low
+    high = T.astype(BF16)
+    wide[3], t_low[0] = high, (T - high.astype(F32)).astype(BF16)
     plgpu.commit_smem()
-    w = [fixed(matmul((high, k_in.at[i]), (low, k_in.at[i])).astype(BF16)) for i in range(nk)]
-    sync()
-    for i in range(nk):
-        k_in[i] = w[i]
-    plgpu.commit_smem()
-    for i in range(nk):
-        plgpu.copy_smem_to_gmem(k_in.at[i], w_hbm.at[b, h, rows, pl.ds(64 * i, 64)])
-    plgpu.barrier_wait(values)
-    for i in range(nv):
-        vt = v.at[i].transpose((1, 0))
-        u = matmul((vt, wide.at[2].transpose((1, 0))), (vt, wide.at[3].transpose((1, 0))))
-        tile = u_tile.at[0] if i == 0 else u_tiles.at[0]
-        tile[...] = fixed(u)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, u_hbm.at[b, h, pl.ds(n * o.V + 64 * i, 64)])
+    plgpu.copy_smem_to_gmem(wide.at[3], inverse_hbm.at[0, b, h, rows])
+    plgpu.copy_smem_to_gmem(t_low.at[0], inverse_hbm.at[1, b, h, rows])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def read_bias(bias_hbm, h, i, o):
-    """The gate's bias for 64 channels of head h; None if it has none."""
-    if o.gate == "log":
-        return None
-    return plgpu.load(bias_hbm.at[h, pl.ds(64 * i, 64)], layout=WALK.reduce(0), optimized=False)
-
-
-def log2_gate(x, rate, bias, o):
-    """Log-decay per token in base 2 of gate input x; rate a number, bias [64]."""
-    if o.gate == "log":
-        return x * LOG2E
-    z = x + over_tokens(bias, WALK)
-    if o.gate == "bounded":  # lower_bound * sigmoid(rate z); 1 / y as rsqrt(y)^2, since a division is long
-        r = jax.lax.rsqrt(1.0 + jnp.exp2(z * (-LOG2E * rate)))
-        return r * r * (o.lower_bound * LOG2E)
-    z = z * LOG2E  # -rate * softplus(z)
-    return -rate * (jnp.maximum(z, 0.0) + jnp.log2(1.0 + jnp.exp2(-jnp.abs(z))))
-
-
-def matmul(*pairs):
-    """Sum of the products of pairs of [64, 64] operands, float32: the left in shared memory or registers."""
-
-    def run(acc):
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC((CHUNK, 64), F32))
 
 
 def add_level(near, n, *products):
     """Adds to near[.][0] those entries of the products [64, 16] that belong to level 2^n; of k's in both triangles."""
     lower, upper = tile_level(1 << n)
-    for sums, mask, product in zip(near, (lower, lower | upper), products, strict=True):
-        chosen = jnp.where(mask, product, 0.0)
+    for sums, mask, found in zip(near, (lower, lower | upper), products, strict=True):
+        chosen = jnp.where(mask, found, 0.0)
         sums[0] = fixed(sums[0] + chosen)
 
 
@@ -302,17 +258,6 @@ def whole(near, warp):
             strip = jnp.where(w == j + distance, near[distance], strip)
         strips.append(fixed(strip))
     return fixed(jnp.concatenate(strips, axis=1))
-
-
-def fixed(x, layout=WGMMA):
-    """x with its layout said: the compiler searches for layouts, and long kernels are more than it can search."""
-    return plgpu.layout_cast(x, layout)
-
-
-def tile_indices():
-    """Row and column within the tiles of [64, 16]."""
-    i, j = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, TILE), d, layout=WGMMA) for d in range(2))
-    return i & (TILE - 1), j
 
 
 def tile_level(size):
@@ -329,17 +274,10 @@ def _own_tile(x, warp):
     return jnp.where(w < 2, jnp.where(w == 0, tiles[0], tiles[1]), jnp.where(w == 2, tiles[2], tiles[3]))
 
 
-def by_block(warp, values):
-    """values[w] in the rows of warp w; None is 1."""
-    values = [1.0 if x is None else x for x in values]
-    low = jnp.where(warp == 0, values[0], values[1])
-    return jnp.where(warp < 2, low, jnp.where(warp == 2, values[2], values[3]))
-
-
-def normalise_rows(raw, unit, norms, which, o):
+def normalise_rows(raw, unit, numbers, which, o):
     """Rows of raw [nk,64,64] to unit in fp16: L2-normalised and q scaled, or divided by their largest entry.
 
-    In the second case norms say by how much, q's times scale.
+    In the second case numbers, from row 2, say by how much: q's times scale, k's, and these once more.
     """
     x = [widen(plgpu.load(raw.at[i], layout=WGMMA), WGMMA) for i in range(o.K // 64)]
     if o.qk_l2norm:
@@ -353,9 +291,9 @@ def normalise_rows(raw, unit, norms, which, o):
         for y in x[1:]:
             largest = jnp.maximum(largest, jnp.abs(y))
         largest = jnp.maximum(jnp.max(largest, axis=1), 1e-30)
-        norms[which] = largest * o.scale if which == 0 else largest
+        numbers[2 + which] = largest * o.scale if which == 0 else largest
         if which == 1:
-            norms[2] = largest  # to be read in another layout: two loads of one slice would become one
+            numbers[4] = largest  # to be read in another layout: two loads of one slice would become one
         r = 1.0 / largest
     warp_sync()
     for i, y in enumerate(x):
@@ -389,7 +327,7 @@ def inverse_of(Ak, down_beta, across_beta, scratch, warp, column):
         scratch[0][...] = t
         plgpu.commit_smem()
         off = fixed(jnp.where(mask, L, 0.0).astype(F16))
-        scratch[1][...] = fixed(matmul((off, scratch[0])).astype(F16))
+        scratch[1][...] = fixed(product((off, scratch[0])).astype(F16))
         plgpu.commit_smem()
-        T = fixed(T - matmul((t, scratch[1])))
+        T = fixed(T - product((t, scratch[1])))
     return T

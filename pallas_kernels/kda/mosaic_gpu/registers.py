@@ -12,34 +12,45 @@ operations, where Pallas has none: it cannot index the rows of a value in regist
 `mma` an operand of its own.
 """
 
+import functools
+
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 __all__ = [
     "CHUNK",
+    "MULTIPROCESSORS",
     "SMEM_TILE",
     "SMEM_TILE_F32",
     "TILE",
     "WALK",
     "WGMMA",
     "blocks",
+    "by_block",
+    "fixed",
     "over_tokens",
     "per_token",
+    "product",
     "running_sums",
     "sync",
+    "sync_program",
+    "tile_indices",
     "tile_products",
     "walk",
+    "warp_sums",
     "warp_sync",
     "widen",
 ]
 
 CHUNK, TILE = 64, 16
+MULTIPROCESSORS = 132  # of an H100 or H200
 WGMMA = plgpu.Layout.WGMMA
 WALK = plgpu.Layout.TILED(plgpu.Tiling(((64, 64), (16, 64), (2,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 # What wgmma and the copy engine read: 8 rows of 128 bytes, swizzled.
@@ -62,6 +73,25 @@ def over_tokens(x, layout):
 def per_token(x, layout):
     """A vector [64], one number per row, as columns of [64, 64]."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (CHUNK, CHUNK), [0]), layout)
+
+
+def fixed(x, layout=WGMMA):
+    """x with its layout said: the compiler searches for layouts, and long kernels are more than it can search."""
+    return plgpu.layout_cast(x, layout)
+
+
+def product(*pairs, shape=(CHUNK, 64), meanwhile=None):
+    """Sum of products, float32; left operands may be registers. meanwhile starts one other, not waited for here."""
+
+    def run(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        if meanwhile is None:
+            return acc[...]
+        meanwhile()
+        return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+    return pl.run_scoped(run, plgpu.ACC(shape, _F32))
 
 
 @plgpu.inline_mgpu(arg_types=(WALK,), return_type=(*[value(WALK, (CHUNK, CHUNK))] * 6, value(_TOTALS, (4, 64))))
@@ -107,6 +137,16 @@ def running_sums(ctx, x, y):
     return array(sums, x.registers.shape, x.layout), total(below[0]), total(above[-1])
 
 
+@plgpu.inline_mgpu(arg_types=(WALK,), return_type=value(_TOTALS, (4, 64)))
+def warp_sums(ctx, x):
+    """Sums over each warp's 16 rows [4, 64].
+
+    What is left to add is for whoever reads them. jnp.sum over the rows would do it in a scratch that the warpgroups of
+    a program share, and nothing keeps one from writing there before another has read.
+    """
+    return array([functools.reduce(arith.addf, x.registers.flat)], (1,), _TOTALS.to_mgpu())
+
+
 def widen(x, layout):
     """bf16 [64, 64] as float32: by one instruction per number, where a cast takes up to two."""
 
@@ -133,6 +173,12 @@ def _word():
 def sync(ctx):
     """Lets a warpgroup's warps see each other's ordinary stores, where the compiler is told not to by itself."""
     utils.warpgroup_barrier()
+
+
+@plgpu.inline_mgpu()
+def sync_program(ctx):
+    """`sync` for all warpgroups of a program."""
+    gpu.barrier()
 
 
 @plgpu.inline_mgpu()
@@ -201,6 +247,19 @@ def blocks(layout):
         return tuple(array(x, shape, own, signed=True) for x in (rows, columns))
 
     return indices()
+
+
+def tile_indices():
+    """Row and column within the tiles of [64, 16]."""
+    i, j = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, TILE), d, layout=WGMMA) for d in range(2))
+    return i & (TILE - 1), j
+
+
+def by_block(warp, values):
+    """values[w] in the rows of warp w; None is 1."""
+    values = [1.0 if x is None else x for x in values]
+    low = jnp.where(warp == 0, values[0], values[1])
+    return jnp.where(warp < 2, low, jnp.where(warp == 2, values[2], values[3]))
 
 
 def array(registers, shape, layout, signed=None):

@@ -3,9 +3,10 @@
 The kernels take whole chunks of raw tokens. A length that 64 does not divide, padding and packed segments are made fit
 here: padded tokens become neutral (no gate, nothing written), a segment that begins inside a chunk forgets everything
 by a gate of -inf, and segments with states of their own are moved to chunk boundaries (layout.py). In those cases the
-gate is activated here too; it is fused otherwise.
+gate is activated here too, as it is if its input is not bfloat16; it is fused otherwise.
 
-Nothing but the inputs is kept for the backward, which computes the terms and states of all chunks again.
+For the backward the inputs are kept and the state before each group of chunks (pieces.py); it computes the terms and
+states of all chunks again.
 """
 
 from functools import partial
@@ -15,17 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from ..chunked import Inputs
-from ..gates import activate_gate, activate_gate_vjp
+from ..gates import activate_gate
 from ..kernels import Settings
 from ..layout import fetch, plan, put_back
 from ..mesh import vary, varying
-from ..reference import normalise
 from .chunk_backward import chunk_backward
+from .gate import LEAST, LOG2E
 from .intra import Options, intra
 from .intra_backward import intra_backward
-from .pieces import choose_pieces, first_cotangents, first_states
+from .pieces import choose_groups, choose_pieces, first_cotangents, first_states
 from .registers import CHUNK
-from .state import pass_state, piece_ends, recompute_states
+from .state import pass_state, piece_maps, piece_transitions, recompute_states
 from .state_backward import pass_state_backward
 
 __all__ = ["sequence"]
@@ -54,9 +55,10 @@ def sequence(settings: Settings, inputs: Inputs, segment_ids: jax.Array | None) 
     if segment_ids is not None or T % CHUNK:
         layout, _ = plan(segment_ids, B, T, S, CHUNK, 1)
         q, k, v, g, beta = (fetch(x, layout, 0, layout.valid.shape[1]) for x in (q, k, v, g, beta))
-        if options.gate != "log":
-            g = activate_gate(g, A_log[:, None], dt_bias, settings.lower_bound)
-            options, A_log, dt_bias = options._replace(gate="log"), None, None
+    if options.gate != "log" and (layout is not None or g.dtype != jnp.bfloat16):
+        g = activate_gate(g, A_log[:, None], dt_bias, settings.lower_bound)
+        options, A_log, dt_bias = options._replace(gate="log"), None, None
+    if layout is not None:
         valid, starts = (m[..., None, None] for m in (layout.valid, layout.starts))
         g = jnp.where(starts, -jnp.inf, jnp.where(valid, g, 0))
         slot = layout.slot
@@ -78,58 +80,67 @@ def sequence(settings: Settings, inputs: Inputs, segment_ids: jax.Array | None) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(o: Options, x: Arrays):
+    return _forward(o, x, groups=0)[0]
+
+
+def _forward(o, x, groups):
+    """(output, final S^T), and S^T before each group."""
     as_x = _varying_as(x)
-    terms = as_x(intra(*_flat(o, x), o, save=False))
-    pieces, first, _ = _first_states(o, x, terms)
-    out, after = as_x(pass_state(terms, first, x.slot, o, pieces))
-    return out.reshape(x.v.shape), after if x.slot is not None else after[:, :, -1]
+    q, k, v, *rest = _flat(o, x)
+    terms = as_x(intra(q, k, *rest, o))
+    pieces, first = _pieces(o, x), x.state
+    if pieces > 1:
+        first = first_states(*as_x(piece_maps(terms, v, x.beta, o, pieces)), x.state)
+    elif x.slot is None and x.state is not None:
+        first = x.state[:, :, None]
+    out, after, starts = as_x(pass_state(terms, v, x.beta, first, x.slot, o, pieces, groups))
+    return (out.reshape(x.v.shape), after if x.slot is not None else after[:, :, -1]), starts
 
 
-def _first_states(o, x, terms):
-    """How many pieces each row is cut into, S^T before each and their transitions (None unless there are several)."""
-    if x.slot is not None:
-        return 1, x.state, None
+def _pieces(o, x):
     B, HV, T = x.beta.shape
-    pieces = choose_pieces(B * HV, T // CHUNK)
-    if pieces == 1:
-        return 1, None if x.state is None else x.state[:, :, None], None
-    transitions, ends = _varying_as(x)([piece_ends(terms, o, pieces, transition=t) for t in (True, False)])
-    return pieces, first_states(transitions, ends, x.state), transitions
+    return 1 if x.slot is not None else choose_pieces(B * HV * (o.V // 64), T // CHUNK)
+
+
+def _groups(x):
+    return 1 if x.slot is not None else choose_groups(x.beta.shape[2] // CHUNK)
 
 
 def _core_fwd(o, x):
-    return _core(o, x), x
+    groups = _groups(x)
+    results, starts = _forward(o, x, groups if groups > 1 else 0)
+    return results, (x, starts)
 
 
-def _core_bwd(o, x, cotangents):
+def _core_bwd(o, saved, cotangents):
+    x, starts = saved
     dout, dfinal = cotangents
     dout = dout.reshape(*dout.shape[:2], -1)
     q, k, v, g, beta, rate, bias = _flat(o, x)
     as_x = _varying_as(x)
-    terms = as_x(intra(q, k, v, g, beta, rate, bias, o, save=True))
-    pieces, first, transitions = _first_states(o, x, terms)
-    starts, residuals = as_x(recompute_states(terms, first, x.slot, o, pieces))
-    if transitions is not None:
-        *_, dends = as_x(pass_state_backward(terms, dout, None, None, o, pieces, keep=False))
+    terms = as_x(intra(q, k, g, beta, rate, bias, o))
+    if starts is None:
+        starts = x.state if x.state is None or x.slot is not None else x.state[:, :, None]
+    starts, residuals = as_x(recompute_states(terms, v, beta, starts, x.slot, o, _groups(x)))
+    pieces = _pieces(o, x)
+    if pieces > 1:
+        transitions = as_x(piece_transitions(terms, beta, o, pieces, skip=1))
+        *_, dends = as_x(pass_state_backward(terms, beta, dout, None, None, o, pieces, keep=False))
         dafter = first_cotangents(transitions, dends, dfinal)
     else:
         dafter = dfinal if x.slot is not None else dfinal[:, :, None]
-    ends, dresiduals, dfirst = as_x(pass_state_backward(terms, dout, dafter, x.slot, o, pieces))
-    c = as_x(chunk_backward(v, beta, terms.inverse, terms.decay, starts, residuals, ends, dresiduals, dout, o))
-    if o.qk_l2norm:
-        q, k = (normalise(y.astype(jnp.float32)).astype(jnp.bfloat16) for y in (x.q, x.k))
-        q, k = (y.reshape(*y.shape[:2], -1) for y in (q, k))
+    ends, p, dfirst = as_x(pass_state_backward(terms, beta, dout, dafter, x.slot, o, pieces))
+    c = as_x(chunk_backward(v, beta, terms.decay, starts, residuals, ends, p, dout, o))
     cotangents = intra_backward(q, k, g, beta, rate, bias, c.da, c.m, c.dq_in, c.ps, c.dk_out, c.dtotal, o)
-    dq, dk, dg, dbeta = as_x(cotangents)
-    dq, dk = (_to_heads(d, y, o.qk_l2norm) for d, y in ((dq, x.q), (dk, x.k)))
-    dg = dg.reshape(x.g.shape)
-    dA = db = None
-    if o.gate != "log":
-        dg, dA, db = activate_gate_vjp(x.g, x.A_log[:, None], x.dt_bias, o.lower_bound, dg)
-        dA, db = dA.reshape(x.A_log.shape).astype(x.A_log.dtype), db.astype(x.dt_bias.dtype)
-    dv = c.dv.reshape(x.v.shape)
+    dq, dk, dg, dbeta, dbias, drate = as_x(cotangents)
+    dq, dk = (_to_heads(d, y) for d, y in ((dq, x.q), (dk, x.k)))
+    if o.gate == "log":  # of a gate that lets nothing through dg is 0, whatever activation it came out of
+        dg = jnp.where(g * LOG2E < LEAST, 0, dg)
+    else:
+        dbias, drate = dbias.sum(axis=(0, 2)).astype(x.dt_bias.dtype), drate.sum(axis=(0, 2, 3)).astype(x.A_log.dtype)
     dstate = None if x.state is None else dfirst if x.slot is not None else dfirst[:, :, 0]
-    return (Arrays(dq, dk, dv, dg.astype(x.g.dtype), dbeta + c.dbeta.sum(axis=0), dA, db, dstate, None),)
+    dv, dg = c.dv.reshape(x.v.shape), dg.reshape(x.g.shape)
+    return (Arrays(dq, dk, dv, dg, dbeta + c.dbeta.sum(axis=0), drate, dbias, dstate, None),)
 
 
 _core.defvjp(_core_fwd, _core_bwd)
@@ -152,11 +163,7 @@ def _flat(o, x: Arrays):
     return *flat, x.beta, rate, x.dt_bias.astype(jnp.float32)
 
 
-def _to_heads(d, x, normalised):
-    """Cotangent [B, T, HV K] of normalised q or k to that of x [B, T, H, K], summed over the value heads of a group."""
+def _to_heads(d, x):
+    """Cotangent [B, T, HV K] to that of x [B, T, H, K]: summed over the value heads of a group."""
     B, T, H, K = x.shape
-    d = d.reshape(B, T, H, -1, K).sum(axis=3)
-    if normalised:
-        _, vjp = jax.vjp(normalise, x.astype(jnp.float32))
-        (d,) = vjp(d)
-    return d.astype(x.dtype)
+    return d.reshape(B, T, H, -1, K).sum(axis=3).astype(x.dtype)

@@ -4,9 +4,12 @@ The state is kept transposed, S^T [V, K] float32, 64 values per warpgroup. In th
 product is what the product before it left in registers, and nothing but the tiles that the copy engine brings passes
 through shared memory:
 
-    V'^T = U^T - S^T W^T        O^T = S^T q~^T + V'^T A^T        S^T <- S^T e^{Gn} + V'^T k^
+    R^T = (V^T - S^T k_in^T) beta        V'^T = R^T T^T
+    O^T = S^T q~^T + V'^T A^T            S^T <- S^T e^{Gn} + V'^T k^
 
-V' enters in two bf16 terms: where keys are nearly parallel it is a small difference that A and k^ multiply.
+R, T and V' enter in two bf16 terms: where keys are nearly parallel, R is a small difference, and V' a sum of such.
+Where there are multiprocessors to spare, each 64 values have a program of their own, since the tensor cores of one are
+busy most of the time.
 
 Few heads and many tokens leave most of the machine idle, so that a sequence may be cut into pieces that are walked at
 once (pieces.py finds the state that each begins with).
@@ -17,49 +20,72 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from .intra import BF16, F32, Options, Terms, fixed
-from .registers import CHUNK, SMEM_TILE, SMEM_TILE_F32, WGMMA
+from .intra import BF16, F32, Options, Terms
+from .registers import CHUNK, MULTIPROCESSORS, SMEM_TILE, WGMMA, fixed, product
 
-__all__ = ["Run", "block", "call", "decayed", "pass_state", "piece_ends", "product", "recompute_states", "two_terms"]
+__all__ = [
+    "Run",
+    "block",
+    "call",
+    "pass_state",
+    "piece_maps",
+    "piece_transitions",
+    "recompute_states",
+    "scaled",
+    "two_terms",
+    "warpgroups",
+]
 
 
-def pass_state(x: Terms, state, slot, o: Options, pieces: int = 1):
-    """Output [B, T, HV V] bf16 and S^T after each piece [B, HV, pieces, V, K] float32.
+def pass_state(x: Terms, v, beta, state, slot, o: Options, pieces: int = 1, groups: int = 0):
+    """Output [B, T, HV V] bf16, S^T after each piece [B, HV, pieces, V, K] and before each group [B, HV, groups, V, K].
 
-    state is S^T before each piece, of that shape; None is zeros. Or, with slot [B, N], the state of each chunk in runs
-    of equal ones, states go in and come out as [B, S, HV, V, K]; a slot without chunks is not written.
+    v [B, T, HV V] bf16, beta [B, HV, T] float32. state is S^T before each piece, of that shape; None is zeros. Or, with
+    slot [B, N], the state of each chunk in runs of equal ones, states go in and come out as [B, S, HV, V, K]; a slot
+    without chunks is not written. States are float32. groups: a multiple of pieces that divides the number of chunks,
+    or 0 for None as the last result.
     """
-    B, HV, T, _ = x.w.shape
+    B, HV, T = beta.shape
     outs = (
         jax.ShapeDtypeStruct((B, T, HV * o.V), BF16),
         jax.ShapeDtypeStruct((B, HV, pieces, o.V, o.K) if slot is None else state.shape, F32),
     )
+    if groups:
+        outs += (jax.ShapeDtypeStruct((B, HV, groups, o.V, o.K), F32),)
+    given = [y for y in (state, slot) if y is not None]
+    wgs = warpgroups(B * HV * pieces, o.V)
 
-    def kernel(w, q_in, k_out, a, u, decay, *rest, tiles):
-        *given, out, final = rest
-        run = Run(T // CHUNK // pieces, *given)
+    def kernel(k_in, q_in, k_out, a, inverse, v, beta, decay, *rest, tiles):
+        out, final, *starts = rest[len(given) :]
+        run = Run(wgs, T // CHUNK // pieces, *rest[: len(given)])
 
-        def chunk(at, w, q_in, k_out, a, u, decay, s):
+        def chunk(at, k_in, q_in, k_out, a, high, low, v, beta, decay, s):
             n = run.start + at[0]
             s = run.enter(s, n)
+            if groups:
+                of_group = T // CHUNK // groups
+
+                @pl.when(n % of_group == 0)
+                def _():
+                    starts[0][run.b, run.h, n // of_group, run.values] = s
+
             s16 = fixed(s.astype(BF16))
-            v_new = u[run.values, :] - product((s16, w.transpose((1, 0))), shape=(64, CHUNK))
-            high, low = two_terms(v_new)
-            at = a.transpose((1, 0))
 
             def read_and_write(o_t, s_t):
-                """Both products of V' are under way before either is waited for."""
-                s_t[...] = fixed(scaled(s, decay, o))
-                for left, right in ((s16, q_in.transpose((1, 0))), (high, at), (low, at)):
-                    plgpu.wgmma(o_t, left, right)
-                for left in (high, low):
+                """Both products of V' are under way before either is waited for, and O's of S while V' is computed."""
+                read = lambda: plgpu.wgmma(o_t, s16, q_in.transpose((1, 0)))  # noqa: E731
+                v_new = two_terms(_residual(s16, k_in, (high, low), beta, run.own_columns(v), meanwhile=read))
+                s_t[...] = fixed(scaled(s, decay))
+                for left in v_new:
+                    plgpu.wgmma(o_t, left, a.transpose((1, 0)))
+                for left in v_new:
                     plgpu.wgmma(s_t, left, k_out)
                 tile = tiles.at[run.wg, n & 1]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 read = plgpu.wgmma_accumulator_load(o_t, wait_n=2)
                 tile.transpose((1, 0))[...] = fixed(read.astype(BF16))
                 plgpu.commit_smem()
-                columns = pl.ds(run.h * o.V + run.wg * 64, 64)
+                columns = pl.ds(run.h * o.V + run.first_value, 64)
                 plgpu.copy_smem_to_gmem(tile, out.at[run.b, pl.ds(n * CHUNK, CHUNK), columns])
                 return s_t[...]
 
@@ -78,111 +104,159 @@ def pass_state(x: Terms, state, slot, o: Options, pieces: int = 1):
             grid=(run.length,),
             memory_registers=40,
             in_specs=[
-                block(CHUNK, o.K), block(CHUNK, o.K), block(CHUNK, o.K), block(CHUNK, CHUNK),
-                block(o.V, CHUNK, F32), plgpu.BlockSpec((o.K,), lambda n: (n,)),
+                *[block(CHUNK, o.K)] * 3, *[block(CHUNK, CHUNK)] * 3, block(CHUNK, 64 * wgs), _numbers(CHUNK),
+                _numbers(o.K),
             ],
             wg_axis="wg",
-            num_compute_wgs=o.V // 64,
+            num_compute_wgs=wgs,
             compute_context=compute,
         )(
-            *(run.own(r, CHUNK) for r in (w, q_in, k_out, a)), run.own(u, o.V), run.own(decay, o.K)
+            *(run.own(r, CHUNK) for r in (k_in, q_in, k_out, a, inverse.at[0], inverse.at[1])), run.own_values(v, o),
+            run.own(beta, CHUNK), run.own(decay, o.K),
         )  # fmt: skip
 
-    operands = (x.w, x.q_in, x.k_out, x.a, x.u, x.decay, *(y for y in (state, slot) if y is not None))
-    tiles = plgpu.SMEM((o.V // 64, 2, CHUNK, 64), BF16, transforms=SMEM_TILE)
-    return call(kernel, "kda_state", operands, outs, dict(tiles=tiles), o.V // 64, (HV, B, pieces))
+    operands = (x.k_in, x.q_in, x.k_out, x.a, x.inverse, v, beta, x.decay, *given)
+    tiles = plgpu.SMEM((wgs, 2, CHUNK, 64), BF16, transforms=SMEM_TILE)
+    grid = (HV, B, pieces, o.V // 64 // wgs)
+    out, final, *starts = call(kernel, "kda_state", operands, outs, dict(tiles=tiles), wgs, grid)
+    return out, final, *(starts or [None])
 
 
-def recompute_states(x: Terms, state, slot, o: Options, pieces: int = 1):
+def recompute_states(x: Terms, v, beta, state, slot, o: Options, pieces: int = 1):
     """For the backward: S^T at the start of each chunk [B, HV, N V, K] and V'^T [B, HV, N V, 64], bf16."""
-    B, HV, T, _ = x.w.shape
+    B, HV, T = beta.shape
     N = T // CHUNK
     outs = (
         jax.ShapeDtypeStruct((B, HV, N * o.V, o.K), BF16),
         jax.ShapeDtypeStruct((B, HV, N * o.V, CHUNK), BF16),
     )
 
-    def kernel(w, k_out, u, decay, *rest, start, residual):
-        *given, starts, residuals = rest
-        run = Run(N // pieces, *given)
+    wgs = warpgroups(B * HV * pieces, o.V)
 
-        def chunk(at, w, k_out, u, decay, s):
+    def kernel(k_in, k_out, inverse, v, beta, decay, *rest, start, residual):
+        *given, starts, residuals = rest
+        run = Run(wgs, N // pieces, *given)
+
+        def chunk(at, k_in, k_out, high, low, v, beta, decay, s):
             n = run.start + at[0]
             s = run.enter(s, n)
-            rows = pl.ds(n * o.V + run.wg * 64, 64)
+            rows = pl.ds(n * o.V + run.first_value, 64)
             s16 = fixed(s.astype(BF16))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             start[run.wg] = s16
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(start.at[run.wg], starts.at[run.b, run.h, rows])
-            v_new = u[run.values, :] - product((s16, w.transpose((1, 0))), shape=(64, CHUNK))
-            high, low = two_terms(v_new)
-            residual[run.wg] = high
+            v_new = two_terms(_residual(s16, k_in, (high, low), beta, run.own_columns(v)))
+            residual[run.wg] = v_new[0]
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(residual.at[run.wg], residuals.at[run.b, run.h, rows])
-            return decayed(s, decay, o, (high, k_out), (low, k_out))
+            return decayed(s, decay, *((x, k_out) for x in v_new))
 
         def compute(pipeline):
             pipeline(run.first(o))
             plgpu.wait_smem_to_gmem(0)
 
-        _short_pipeline(chunk, run, o, o.V // 64, compute)(
-            run.own(w, CHUNK), run.own(k_out, CHUNK), run.own(u, o.V), run.own(decay, o.K)
+        _short_pipeline(chunk, run, o, compute)(
+            *run.own_short(k_in, k_out, inverse), run.own_values(v, o), run.own(beta, CHUNK), run.own(decay, o.K)
         )
 
-    operands = (x.w, x.k_out, x.u, x.decay, *(y for y in (state, slot) if y is not None))
+    operands = (x.k_in, x.k_out, x.inverse, v, beta, x.decay, *(y for y in (state, slot) if y is not None))
     tiles = {
-        name: plgpu.SMEM((o.V // 64, 64, width), BF16, transforms=SMEM_TILE)
+        name: plgpu.SMEM((wgs, 64, width), BF16, transforms=SMEM_TILE)
         for name, width in (("start", o.K), ("residual", CHUNK))
     }
-    return call(kernel, "kda_states_again", operands, outs, tiles, o.V // 64, (HV, B, pieces))
+    return call(kernel, "kda_states_again", operands, outs, tiles, wgs, (HV, B, pieces, o.V // 64 // wgs))
 
 
-def piece_ends(x: Terms, o: Options, pieces: int, *, transition: bool):
-    """What each piece makes of its first state S^T: S^T R + E. E [B,HV,pieces,V,K], or with transition R, K rows."""
-    B, HV, T, _ = x.w.shape
-    rows = o.K if transition else o.V
+def piece_maps(x: Terms, v, beta, o: Options, pieces: int):
+    """What pieces, all but the last, make of their first state S^T: S^T R + E.
 
-    def kernel(w, k_out, u, decay, ends):
-        run = Run(T // CHUNK // pieces)
+    R [B, HV, pieces - 1, K, K], E [B, HV, pieces - 1, V, K] float32.
+    """
+    return piece_transitions(x, beta, o, pieces, skip=0), _piece_ends(x, v, beta, o, pieces)
 
-        def chunk(_, w, k_out, u, decay, s):
-            written = product((fixed(s.astype(BF16)), w.transpose((1, 0))), shape=(64, CHUNK))
-            high, low = two_terms(-written if transition else u[run.values, :] - written)
-            return decayed(s, decay, o, (high, k_out), (low, k_out))
+
+def piece_transitions(x: Terms, beta, o: Options, pieces: int, *, skip: int):
+    """R as in `piece_maps`, of the pieces from number `skip` on, one fewer than there are."""
+    B, HV, T = beta.shape
+    wgs = warpgroups(B * HV * (pieces - 1), o.K)
+
+    def kernel(k_in, k_out, inverse, beta, decay, ends):
+        run = Run(wgs, T // CHUNK // pieces, skip=skip)
+
+        def chunk(_, k_in, k_out, high, low, beta, decay, s):
+            written = two_terms(_residual(fixed(s.astype(BF16)), k_in, (high, low), beta))
+            return decayed(s, decay, *((x, k_out) for x in written))
 
         def compute(pipeline):
-            s = run.first(o)
-            if transition:
-                i, j = (plgpu.broadcasted_iota(jnp.int32, (64, o.K), d, layout=WGMMA) for d in range(2))
-                s = fixed(jnp.where(j - 64 * run.wg == i, 1.0, 0.0))
-            ends[run.b, run.h, run.piece, run.values] = pipeline(s)
+            i, j = (plgpu.broadcasted_iota(jnp.int32, (64, o.K), d, layout=WGMMA) for d in range(2))
+            s = fixed(jnp.where(j - run.first_value == i, 1.0, 0.0))
+            ends[run.b, run.h, run.piece - skip, run.values] = pipeline(s)
 
-        _short_pipeline(chunk, run, o, rows // 64, compute)(
-            run.own(w, CHUNK), run.own(k_out, CHUNK), run.own(u, o.V), run.own(decay, o.K)
+        _short_pipeline(chunk, run, o, compute, with_v=False)(
+            *run.own_short(k_in, k_out, inverse), run.own(beta, CHUNK), run.own(decay, o.K)
         )
 
-    outs = (jax.ShapeDtypeStruct((B, HV, pieces, rows, o.K), F32),)
-    name = "kda_transitions" if transition else "kda_piece_ends"
-    return call(kernel, name, (x.w, x.k_out, x.u, x.decay), outs, {}, rows // 64, (HV, B, pieces))[0]
+    outs = (jax.ShapeDtypeStruct((B, HV, pieces - 1, o.K, o.K), F32),)
+    operands = (x.k_in, x.k_out, x.inverse, beta, x.decay)
+    return call(kernel, "kda_transitions", operands, outs, {}, wgs, (HV, B, pieces - 1, o.K // 64 // wgs))[0]
+
+
+def _piece_ends(x: Terms, v, beta, o: Options, pieces: int):
+    B, HV, T = beta.shape
+    wgs = warpgroups(B * HV * (pieces - 1), o.V)
+
+    def kernel(k_in, k_out, inverse, v, beta, decay, ends):
+        run = Run(wgs, T // CHUNK // pieces)
+
+        def chunk(_, k_in, k_out, high, low, v, beta, decay, s):
+            v_new = _residual(fixed(s.astype(BF16)), k_in, (high, low), beta, run.own_columns(v))
+            return decayed(s, decay, *((x, k_out) for x in two_terms(v_new)))
+
+        def compute(pipeline):
+            ends[run.b, run.h, run.piece, run.values] = pipeline(run.first(o))
+
+        _short_pipeline(chunk, run, o, compute)(
+            *run.own_short(k_in, k_out, inverse), run.own_values(v, o), run.own(beta, CHUNK), run.own(decay, o.K)
+        )
+
+    outs = (jax.ShapeDtypeStruct((B, HV, pieces - 1, o.V, o.K), F32),)
+    operands = (x.k_in, x.k_out, x.inverse, v, beta, x.decay)
+    return call(kernel, "kda_piece_ends", operands, outs, {}, wgs, (HV, B, pieces - 1, o.V // 64 // wgs))[0]
 
 
 class Run:
     """The chunks of one program, and where their states come from and go to.
 
-    A program has a row b, a value head h and a piece of `length` chunks from `start`; `values` are the rows of S^T of
-    this warpgroup. state and slot are refs as in `pass_state`.
+    A program has a row b, a value head h, a piece of `length` chunks from `start`, and 64 rows of S^T for each of its
+    `wgs` warpgroups; `values` are those of this one. state and slot are refs as in `pass_state`; the first `skip`
+    pieces have no program.
     """
 
-    def __init__(self, length, state=None, slot=None):
-        self.h, self.b, self.piece, self.wg = (jax.lax.axis_index(i) for i in ("head", "row", "piece", "wg"))
+    def __init__(self, wgs, length, state=None, slot=None, *, skip=0):
+        axes = ("head", "row", "piece", "part", "wg")
+        self.h, self.b, self.piece, self.part, self.wg = (jax.lax.axis_index(i) for i in axes)
+        self.piece, self.wgs = self.piece + skip, wgs
+        self.first_value = (self.part * wgs + self.wg) * 64
         self.length, self.state, self.slot = length, state, slot
         self.start = self.piece * length
-        self.values = pl.ds(self.wg * 64, 64)
+        self.values = pl.ds(self.first_value, 64)
 
     def own(self, ref, rows):
         """The piece's part of ref [B, HV, N * rows, ...]."""
         return ref.at[self.b, self.h, pl.ds(self.start * rows, self.length * rows)]
+
+    def own_short(self, k_in, k_out, inverse):
+        return [self.own(r, CHUNK) for r in (k_in, k_out, inverse.at[0], inverse.at[1])]
+
+    def own_values(self, ref, o):
+        """The same of [B, T, HV V], with the program's values alone."""
+        tokens = pl.ds(self.start * CHUNK, self.length * CHUNK)
+        return ref.at[self.b, tokens, pl.ds(self.h * o.V + self.part * self.wgs * 64, self.wgs * 64)]
+
+    def own_columns(self, block):
+        """This warpgroup's of a block of these."""
+        return block.at[:, pl.ds(self.wg * 64, 64)]
 
     def first(self, o):
         """What the first chunk begins with; with slots `enter` says it."""
@@ -216,37 +290,30 @@ class Run:
         return fixed(1.0 * plgpu.load(self.state.at[at], layout=WGMMA, optimized=False))
 
 
-def block(rows, columns, dtype=BF16, at=lambda n: n):
-    """Blocks of whole rows in the tiles that wgmma reads; at maps a step to a block."""
-    transforms = SMEM_TILE if dtype == BF16 else SMEM_TILE_F32
-    return plgpu.BlockSpec((rows, columns), lambda n: (at(n), 0), transforms=transforms)
+def block(rows, columns, at=lambda n: n):
+    """bf16 blocks of whole rows in the tiles that wgmma reads; at maps a step to a block."""
+    return plgpu.BlockSpec((rows, columns), lambda n: (at(n), 0), transforms=SMEM_TILE)
 
 
-def product(*pairs, shape):
-    """Sum of products, float32; left operands may be registers."""
-
-    def run(acc):
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, F32))
+def across(numbers, rows):
+    """A vector, one number per column, as `rows` rows."""
+    x = plgpu.load(numbers, layout=WGMMA.reduce(0))
+    return jax.lax.broadcast_in_dim(x, (rows, *x.shape), [1])
 
 
-def decayed(s, decay, o, *pairs):
+def decayed(s, decay, *pairs):
     """`scaled` plus products, accumulated in place."""
 
     def run(acc):
         for a, b in pairs:
             plgpu.wgmma(acc, a, b)
 
-    return pl.run_state(run)(plgpu.ACC.init(scaled(s, decay, o)))
+    return pl.run_state(run)(plgpu.ACC.init(scaled(s, decay)))
 
 
-def scaled(s, decay, o):
+def scaled(s, decay):
     """s with its columns scaled by decay [K]."""
-    d = plgpu.load(decay, layout=WGMMA.reduce(0))
-    return s * jax.lax.broadcast_in_dim(d, (64, o.K), [1])
+    return s * across(decay, 64)
 
 
 def two_terms(x):
@@ -255,31 +322,53 @@ def two_terms(x):
     return high, (x - high.astype(F32)).astype(BF16)
 
 
-def call(kernel, name, operands, outs, scratch, warpgroups, grid):
-    """A kernel of computing warpgroups and one that fetches, over (head, row, piece)."""
+def warpgroups(programs, rows):
+    """Of a program: one for each 64 rows of S^T, or one alone where as many programs more can run at once."""
+    return 1 if programs * (rows // 64) <= MULTIPROCESSORS else rows // 64
+
+
+def call(kernel, name, operands, outs, scratch, wgs, grid):
+    """A kernel of computing warpgroups and one that fetches, over (head, row, piece, part of the values)."""
     return plgpu.kernel(
         kernel,
         out_type=outs,
         scratch_types=scratch,
         grid=grid,
-        grid_names=("head", "row", "piece"),
-        num_threads=warpgroups + 1,
+        grid_names=("head", "row", "piece", "part"),
+        num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
     )(*operands)
 
 
-def _short_pipeline(chunk, run, o, warpgroups, compute):
-    """Over w, k_out, u and decay."""
+def _residual(s16, k_in, inverse, beta, v=None, meanwhile=None):
+    """V'^T [64, 64] float32 from S^T and tiles; inverse in two terms. Without v that of values that are zero.
+
+    meanwhile as in `product`.
+    """
+    given, scale = 0.0 if v is None else plgpu.load(v.transpose((1, 0)), layout=WGMMA).astype(F32), across(beta, 64)
+    predicted = product((s16, k_in.transpose((1, 0))), meanwhile=meanwhile)
+    r_high, r_low = two_terms(fixed((given - predicted) * scale))
+    high, low = (x.transpose((1, 0)) for x in inverse)
+    return product((r_high, high), (r_low, high), (r_high, low))
+
+
+def _numbers(count):
+    return plgpu.BlockSpec((count,), lambda n: (n,))
+
+
+def _short_pipeline(chunk, run, o, compute, *, with_v=True):
+    """Over k_in, k_out, the inverse's two terms, v (or not), beta and decay."""
     return plgpu.emit_pipeline_warp_specialized(
         chunk,
         grid=(run.length,),
         memory_registers=40,
         in_specs=[
-            block(CHUNK, o.K), block(CHUNK, o.K), block(o.V, CHUNK, F32), plgpu.BlockSpec((o.K,), lambda n: (n,)),
+            *[block(CHUNK, o.K)] * 2, *[block(CHUNK, CHUNK)] * 2, *[block(CHUNK, 64 * run.wgs)] * with_v,
+            _numbers(CHUNK), _numbers(o.K),
         ],
         wg_axis="wg",
-        num_compute_wgs=warpgroups,
+        num_compute_wgs=run.wgs,
         compute_context=compute,
     )  # fmt: skip
