@@ -73,8 +73,11 @@ def pass_state(x: Terms, v, beta, state, slot, o: Options, pieces: int = 1, grou
 
             def read_and_write(o_t, s_t):
                 """Both products of V' are under way before either is waited for, and O's of S while V' is computed."""
-                read = lambda: plgpu.wgmma(o_t, s16, q_in.transpose((1, 0)))  # noqa: E731
-                v_new = two_terms(_residual(s16, k_in, (high, low), beta, run.own_columns(v), meanwhile=read))
+
+                def read_state():
+                    plgpu.wgmma(o_t, s16, q_in.transpose((1, 0)))
+
+                v_new = two_terms(_residual(s16, k_in, (high, low), beta, run.own_columns(v), meanwhile=read_state))
                 s_t[...] = fixed(scaled(s, decay))
                 for left in v_new:
                     plgpu.wgmma(o_t, left, a.transpose((1, 0)))
