@@ -1,4 +1,5 @@
-"""The GPU's walks over a sequence cut into pieces, and how the pieces are composed, against float64.
+"""The GPU's walks over a sequence cut into pieces, how the pieces are composed, and what a chunk's backward makes of
+the walks' results, against float64.
 
 The kernels' own code runs here as plain Python: one program after the other, one warpgroup after the other, on numpy
 arrays. That shows where everything is read and written and what is computed, not how threads overlap; but a copy to
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.kda.mosaic_gpu import chunk_backward as of_chunks
 from pallas_kernels.kda.mosaic_gpu import registers, state, state_backward
 from pallas_kernels.kda.mosaic_gpu.intra import Options, Terms
 from pallas_kernels.kda.mosaic_gpu.pieces import (
@@ -88,7 +90,7 @@ class Accumulator(Ref):
 
 
 class Machine:
-    """What state.py and state_backward.py use of jax, Pallas and Mosaic GPU."""
+    """What state.py, state_backward.py and chunk_backward.py use of jax, Pallas and Mosaic GPU."""
 
     def __init__(self):
         self.index, self.copies = {}, []
@@ -97,7 +99,7 @@ class Machine:
             broadcast_in_dim=jax.lax.broadcast_in_dim,
             cond=lambda true, yes, no, x: yes(x) if true else no(x),
         )
-        self.jax = SimpleNamespace(lax=lax, ShapeDtypeStruct=jax.ShapeDtypeStruct)
+        self.jax = SimpleNamespace(lax=lax, tree=jax.tree, ShapeDtypeStruct=jax.ShapeDtypeStruct)
         self.pl = SimpleNamespace(
             ds=pl.ds,
             run_scoped=lambda body, *refs: body(*refs),
@@ -106,11 +108,14 @@ class Machine:
         )
         self.plgpu = SimpleNamespace(
             ACC=Accumulator,
+            Barrier=lambda num_arrivals: None,
             BlockSpec=lambda shape, at, transforms=None: (shape, at),
             CompilerParams=lambda **_: None,
             SMEM=lambda shape, dtype, transforms: jax.ShapeDtypeStruct(shape, dtype),
             broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis),
+            barrier_wait=lambda barrier: None,
             commit_smem=lambda: None,
+            copy_gmem_to_smem=lambda source, target, barrier: target.__setitem__(..., source[...]),
             copy_smem_to_gmem=lambda source, target: self.copies.append((source, target)),
             emit_pipeline_warp_specialized=self.pipeline,
             kernel=self.kernel,
@@ -126,8 +131,9 @@ class Machine:
             empty = lambda like, once: Ref(np.full(like.shape, np.nan, like.dtype), once)  # noqa: E731
             operands, outs = [Ref(np.asarray(x)) for x in operands], [empty(like, True) for like in out_type]
             for at in itertools.product(*map(range, grid)):
-                scratch = {name: empty(like, False) for name, like in scratch_types.items()}
-                for warpgroup in range(num_threads - 1):
+                scratch = {n: like if n == "arrived" else empty(like, False) for n, like in scratch_types.items()}
+                # All but the one that fetches, where the kernel's pipeline has such.
+                for warpgroup in range(num_threads - ("arrived" not in scratch)):
                     self.index = dict(zip(grid_names, at, strict=True)) | {thread_name: warpgroup}
                     body(*operands, *outs, **scratch)
                     assert not self.copies, "not waited for"
@@ -171,9 +177,13 @@ def multiply(a, b):
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     machine = Machine()
-    for module, name in itertools.product((registers, state, state_backward), ("jax", "pl", "plgpu")):
+    for module, name in itertools.product((of_chunks, registers, state, state_backward), ("jax", "pl", "plgpu")):
         monkeypatch.setattr(module, name, getattr(machine, name))
-        monkeypatch.setattr(module, "fixed", lambda x: x)
+        monkeypatch.setattr(module, "fixed", lambda x, layout=None: x)
+    monkeypatch.setattr(of_chunks, "per_token", lambda x, layout: x[:, None])
+    monkeypatch.setattr(of_chunks, "over_tokens", lambda x, layout: x[None])
+    monkeypatch.setattr(of_chunks, "warp_sums", lambda x: x.reshape(4, 16, 64).sum(1))
+    monkeypatch.setattr(of_chunks, "warp_sync", lambda: None)
 
 
 # --- The same in float64 -----------------------------------------------------------------------------------------
@@ -332,6 +342,25 @@ def test_states_of_slots():
             check(BF16_GRADIENT, cotangent=(first[b, s], dbefore[b, :, chunks[0]]))
         else:
             assert np.isnan(final[b, s]).all() and (first[b, s] == dstates[b, s]).all()
+
+
+def test_what_a_chunk_makes_of_states_and_residuals():
+    """The formulas of state_backward.py, of one random state, residual and cotangent each."""
+    states, dstates = (numbers(i, B, HV, N, V, K, dtype=BF16) for i in (12, 13))
+    residuals, p = numbers(14, B, HV, N, V, 64, dtype=BF16), numbers(15, B, 64 * N, HV * V, dtype=BF16)
+    fold = lambda x: x.reshape(B, HV, N * V, -1)  # noqa: E731
+    got = of_chunks.chunk_backward(
+        VALUES, BETA, X.decay, fold(states), fold(residuals), fold(dstates), p, DOUT, OPTIONS
+    )
+    S, dS, R = (x.astype(np.float64) for x in (states, dstates, residuals))
+    P, do, v = (x.astype(np.float64).reshape(B, N, 64, HV, V).transpose(0, 3, 1, 2, 4) for x in (p, DOUT, VALUES))
+    beta = BETA.reshape(B, HV, N, 64)
+    tokens = lambda x: x.transpose(0, 2, 3, 1, 4).reshape(B, 64 * N, -1)  # noqa: E731
+    check(BF16_FORWARD, dv=(got.dv, tokens(beta[..., None] * P)), dq_in=(got.dq_in, do @ S), ps=(got.ps, P @ S))
+    check(BF16_FORWARD, dk_out=(got.dk_out, R.mT @ dS), da=(got.da, do @ R), m=(got.m, P @ R))
+    total = (DECAY[..., 0, :] * (S * dS).sum(axis=3)).reshape(B, HV, N, K)
+    check(1e-5, dtotal=(np.asarray(got.dtotal).reshape(B, HV, N, 4, K).sum(axis=3), total))
+    check(1e-5, dbeta=(np.asarray(got.dbeta).sum(axis=0), (P * v).sum(axis=-1)))
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["state", "zeros"])
