@@ -1,16 +1,12 @@
 """The GPU's walks over a sequence cut into pieces, how the pieces are composed, and what a chunk's backward makes of
 the walks' results, against float64.
 
-The kernels' own code runs here as plain Python: one program after the other, one warpgroup after the other, on numpy
-arrays. That shows where everything is read and written and what is computed, not how threads overlap; but a copy to
-global memory takes place as late as the kernel's waits allow, and nothing may be stored to twice.
+The kernels' own code runs here as plain Python (gpu_machine.py).
 """
 
 import itertools
-from types import SimpleNamespace
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,161 +25,15 @@ from pallas_kernels.kda.mosaic_gpu.pieces import (
 from pallas_kernels.kda.mosaic_gpu.registers import MULTIPROCESSORS
 from pallas_kernels.kda.mosaic_gpu.state import pass_state, piece_maps, piece_transitions, recompute_states
 from pallas_kernels.kda.mosaic_gpu.state_backward import pass_state_backward
+from tests.pallas_kernels.gpu_machine import Machine, multiply
 from tests.support import BF16_FORWARD, BF16_GRADIENT, assert_close
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-# --- Kernels as plain Python -------------------------------------------------------------------------------------
-
-
-class Ref:
-    """An array as kernels see it: at[] is a part of it, [] a value. With `once` nothing is stored to twice."""
-
-    def __init__(self, array, once=False):
-        self.array, self.once, self.dtype, self.shape = array, once, array.dtype, array.shape
-
-    @property
-    def at(self):
-        return _Parts(self)
-
-    def transpose(self, axes):
-        return Ref(self.array.transpose(axes), self.once)
-
-    def __getitem__(self, at):
-        return self.at[at].array.copy()
-
-    def __setitem__(self, at, value):
-        part = self.at[at]
-        assert value.shape == part.shape and value.dtype == part.dtype
-        assert not self.once or np.isnan(part.array).all(), "stored to twice"
-        part.array[...] = value
-
-
-class _Parts:
-    def __init__(self, ref):
-        self.ref = ref
-
-    def __getitem__(self, at):
-        at = at if isinstance(at, tuple) else (at,)
-        return Ref(self.ref.array[tuple(map(_within, at, self.ref.shape))], self.ref.once)
-
-
-def _within(i, size):
-    """A part of an axis; numpy would cut what reaches beyond it."""
-    if i is Ellipsis or i == slice(None):
-        return i
-    first, count = (int(i.start), i.size) if isinstance(i, pl.Slice) else (int(i), 1)
-    assert 0 <= first and first + count <= size, f"{first} to {first + count} of {size}"
-    return slice(first, first + count) if isinstance(i, pl.Slice) else first
-
-
-class Accumulator(Ref):
-    def __init__(self, shape, dtype):
-        super().__init__(np.zeros(shape, dtype))
-
-    @classmethod
-    def init(cls, value):
-        acc = cls(value.shape, value.dtype)
-        acc[...] = value
-        return acc
-
-
-class Machine:
-    """What state.py, state_backward.py and chunk_backward.py use of jax, Pallas and Mosaic GPU."""
-
-    def __init__(self):
-        self.index, self.copies = {}, []
-        lax = SimpleNamespace(
-            axis_index=lambda name: self.index[name],
-            broadcast_in_dim=jax.lax.broadcast_in_dim,
-            cond=lambda true, yes, no, x: yes(x) if true else no(x),
-        )
-        self.jax = SimpleNamespace(lax=lax, tree=jax.tree, ShapeDtypeStruct=jax.ShapeDtypeStruct)
-        self.pl = SimpleNamespace(
-            ds=pl.ds,
-            run_scoped=lambda body, *refs: body(*refs),
-            run_state=lambda body: lambda ref: (body(ref), ref.array)[1],
-            when=lambda true: lambda body: body() if true else None,
-        )
-        self.plgpu = SimpleNamespace(
-            ACC=Accumulator,
-            Barrier=lambda num_arrivals: None,
-            BlockSpec=lambda shape, at, transforms=None: (shape, at),
-            CompilerParams=lambda **_: None,
-            SMEM=lambda shape, dtype, transforms: jax.ShapeDtypeStruct(shape, dtype),
-            broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis),
-            barrier_wait=lambda barrier: None,
-            commit_smem=lambda: None,
-            copy_gmem_to_smem=lambda source, target, barrier: target.__setitem__(..., source[...]),
-            copy_smem_to_gmem=lambda source, target: self.copies.append((source, target)),
-            emit_pipeline_warp_specialized=self.pipeline,
-            kernel=self.kernel,
-            layout_cast=lambda x, layout: x,
-            load=lambda ref, layout, optimized=True: ref[...],
-            wait_smem_to_gmem=self.wait,
-            wgmma=self.wgmma,
-            wgmma_accumulator_load=lambda acc, wait_n: acc[...],
-        )
-
-    def kernel(self, body, *, out_type, scratch_types, grid, grid_names, num_threads, thread_name, **_):
-        def call(*operands):
-            empty = lambda like, once: Ref(np.full(like.shape, np.nan, like.dtype), once)  # noqa: E731
-            operands, outs = [Ref(np.asarray(x)) for x in operands], [empty(like, True) for like in out_type]
-            for at in itertools.product(*map(range, grid)):
-                scratch = {n: like if n == "arrived" else empty(like, False) for n, like in scratch_types.items()}
-                # All but the one that fetches, where the kernel's pipeline has such.
-                for warpgroup in range(num_threads - ("arrived" not in scratch)):
-                    self.index = dict(zip(grid_names, at, strict=True)) | {thread_name: warpgroup}
-                    body(*operands, *outs, **scratch)
-                    assert not self.copies, "not waited for"
-            return [ref.array for ref in outs]
-
-        return call
-
-    def pipeline(self, body, *, grid, in_specs, compute_context, **_):
-        def run(*refs):
-            def walk(carry):
-                for n in range(*grid):
-                    blocks = [
-                        ref.at[tuple(pl.ds(i * size, size) for i, size in zip(at(n), shape, strict=True))]
-                        for ref, (shape, at) in zip(refs, in_specs, strict=True)
-                    ]
-                    carry = body((n,), *blocks, carry)
-                return carry
-
-            compute_context(walk)
-
-        return run
-
-    def wait(self, n, wait_read_only=False):
-        while len(self.copies) > n:
-            source, target = self.copies.pop(0)
-            target[...] = source[...]
-
-    def wgmma(self, acc, a, b):
-        a, b = (x.array if isinstance(x, Ref) else np.asarray(x) for x in (a, b))
-        assert a.dtype == b.dtype == BF16 and a.shape[0] == 64
-        acc.array += multiply(a.astype(np.float32), b.astype(np.float32))
-
-
-def multiply(a, b):
-    """a @ b by blocks that are too small for BLAS to take threads, which get in each other's way on a busy machine."""
-    rows, middle, columns = ([slice(i, i + 64) for i in range(0, n, 64)] for n in (*a.shape[-2:], b.shape[-1]))
-    entry = lambda i, j: sum(a[..., i, k] @ b[..., k, j] for k in middle)  # noqa: E731
-    return np.concatenate([np.concatenate([entry(i, j) for j in columns], axis=-1) for i in rows], axis=-2)
-
-
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    machine = Machine()
-    for module, name in itertools.product((of_chunks, registers, state, state_backward), ("jax", "pl", "plgpu")):
-        monkeypatch.setattr(module, name, getattr(machine, name))
-        monkeypatch.setattr(module, "fixed", lambda x, layout=None: x)
-    monkeypatch.setattr(of_chunks, "per_token", lambda x, layout: x[:, None])
-    monkeypatch.setattr(of_chunks, "over_tokens", lambda x, layout: x[None])
-    monkeypatch.setattr(of_chunks, "warp_sums", lambda x: x.reshape(4, 16, 64).sum(1))
-    monkeypatch.setattr(of_chunks, "warp_sync", lambda: None)
+    Machine().replace(monkeypatch, of_chunks, registers, state, state_backward)
 
 
 # --- The same in float64 -----------------------------------------------------------------------------------------
