@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels as plain Python, on numpy arrays: one program after the other, one warpgroup after the other.
+"""Mosaic GPU kernels as plain Python, on numpy arrays: one program after the other, a thread for each warpgroup.
 
 That shows where everything is read and written and what is computed, not how threads overlap; but a copy to global
 memory takes place as late as the kernel's waits allow, and nothing may be stored to twice.
@@ -6,6 +6,7 @@ memory takes place as late as the kernel's waits allow, and nothing may be store
 
 import functools
 import itertools
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -70,13 +71,29 @@ class Accumulator(Ref):
         return acc
 
 
+class Barrier:
+    """Waits for so many copies. There is one use of each."""
+
+    def __init__(self, num_arrivals, num_barriers=1):
+        self.at = [self] if num_barriers == 1 else [Barrier(num_arrivals) for _ in range(num_barriers)]
+        self.num_arrivals, self.missing, self.complete = num_arrivals, num_arrivals, threading.Event()
+
+    def arrive(self):  # by one warpgroup alone
+        self.missing -= 1
+        if self.missing == 0:
+            self.complete.set()
+
+    def wait(self):
+        assert self.complete.wait(timeout=60), "copies that never came"
+
+
 class Machine:
     """What the kernels of a sequence use of jax, Pallas, Mosaic GPU and registers.py; `replace` puts it in place."""
 
     def __init__(self):
-        self.index, self.copies = {}, []
+        self.own = threading.local()  # of a warpgroup: index by axis, and copies that have not been waited for
         lax = SimpleNamespace(
-            axis_index=lambda name: self.index[name],
+            axis_index=lambda name: self.own.index[name],
             broadcast_in_dim=jax.lax.broadcast_in_dim,
             cond=lambda true, yes, no, x: yes(x) if true else no(x),
             fori_loop=lambda first, end, body, carry: functools.reduce(
@@ -93,16 +110,16 @@ class Machine:
         )
         self.plgpu = SimpleNamespace(
             ACC=Accumulator,
-            Barrier=lambda num_arrivals: None,
+            Barrier=Barrier,
             RefUnion=lambda *members: members,
             BlockSpec=lambda shape, at, transforms=None: (shape, at),
             CompilerParams=lambda **_: None,
             SMEM=lambda shape, dtype, transforms=None: jax.ShapeDtypeStruct(shape, dtype),
             broadcasted_iota=lambda dtype, shape, axis, layout: jax.lax.broadcasted_iota(dtype, shape, axis),
-            barrier_wait=lambda barrier: None,
+            barrier_wait=lambda barrier: barrier.wait(),
             commit_smem=lambda: None,
-            copy_gmem_to_smem=lambda source, target, barrier: target.__setitem__(..., source[...]),
-            copy_smem_to_gmem=lambda source, target: self.copies.append((source, target)),
+            copy_gmem_to_smem=lambda source, target, barrier: (target.__setitem__(..., source[...]), barrier.arrive()),
+            copy_smem_to_gmem=lambda source, target: self.own.copies.append((source, target)),
             emit_pipeline_warp_specialized=self.pipeline,
             kernel=self.kernel,
             layout_cast=lambda x, layout: x,
@@ -120,6 +137,8 @@ class Machine:
             "blocks": lambda layout: tuple(i // 16 for i in np.indices((64, 64))),
             "fixed": lambda x, layout=None: x,
             "over_tokens": lambda x, layout: jnp.broadcast_to(x[None], (64, x.shape[0])),
+            "running_sums": _running_sums,
+            "sync_program": lambda: self.meeting.wait(),
             "per_token": lambda x, layout: jnp.broadcast_to(x[:, None], (64, 64)),
             "sync": lambda: None,
             "tile_products": _tile_products,
@@ -138,13 +157,29 @@ class Machine:
             for at in itertools.product(*map(range, grid)):
                 scratch = {name: _empty(like) for name, like in scratch_types.items()}
                 # All but the one that fetches, where the kernel's pipeline has such.
-                for warpgroup in range(num_threads - ("arrived" not in scratch)):
-                    self.index = dict(zip(grid_names, at, strict=True)) | {thread_name: warpgroup}
-                    body(*operands, *outs, **scratch)
-                    assert not self.copies, "not waited for"
+                count = num_threads - ("arrived" not in scratch)
+                self.meeting, errors = threading.Barrier(count, timeout=60), []
+                run = functools.partial(self._warpgroup, body, [*operands, *outs], scratch, errors)
+                axes = dict(zip(grid_names, at, strict=True))
+                threads = [threading.Thread(target=run, args=(axes | {thread_name: i},)) for i in range(count)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                if errors:
+                    raise errors[0]
             return [ref.array for ref in outs]
 
         return call
+
+    def _warpgroup(self, body, refs, scratch, errors, index):
+        self.own.index, self.own.copies = index, []
+        try:
+            body(*refs, **scratch)
+            assert not self.own.copies, "not waited for"
+        except BaseException as error:
+            errors.append(error)
+            self.meeting.abort()
 
     def pipeline(self, body, *, grid, in_specs, compute_context, **_):
         def run(*refs):
@@ -162,8 +197,8 @@ class Machine:
         return run
 
     def wait(self, n, wait_read_only=False):
-        while len(self.copies) > n:
-            source, target = self.copies.pop(0)
+        while len(self.own.copies) > n:
+            source, target = self.own.copies.pop(0)
             target[...] = source[...]
 
     def wgmma(self, acc, a, b):
@@ -173,9 +208,11 @@ class Machine:
 
 
 def _empty(like, once=False):
-    """A Ref that holds NaN; for the members of a union several, of one memory; barriers as they are."""
+    """A Ref that holds NaN; for the members of a union several, of one memory; or a new barrier."""
     if isinstance(like, list):
-        return like
+        return [_empty(x) for x in like]
+    if isinstance(like, Barrier):
+        return Barrier(like.num_arrivals, len(like.at))
     if not isinstance(like, tuple):
         return Ref(np.full(like.shape, np.nan, like.dtype), once)
     sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in like]
@@ -201,6 +238,12 @@ def _walk(a):
         np.stack([rows(*e(r)) for r in range(16)], axis=1) for e in (lambda r: (0, r + 1), lambda r: (r + 1, 16))
     )
     return (*(x.reshape(64, 64) for x in (*levels, down, up)), down[:, -1])
+
+
+def _running_sums(x, y):
+    x, y = (np.asarray(z).reshape(4, 16, 64) for z in (x, y))
+    below, above = x[:, ::-1].cumsum(axis=1)[:, ::-1], y.cumsum(axis=1) - y
+    return (below + above).reshape(64, 64), x.sum(axis=1), y.sum(axis=1)
 
 
 def multiply(a, b):
