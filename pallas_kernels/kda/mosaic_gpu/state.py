@@ -25,6 +25,7 @@ from .registers import CHUNK, MULTIPROCESSORS, SMEM_TILE, WGMMA, fixed, product
 
 __all__ = [
     "Run",
+    "across",
     "block",
     "call",
     "pass_state",
