@@ -4,19 +4,16 @@ Axes: B batch, T tokens, H heads of q and k, HV value heads (a multiple of H), K
 Log-decays are natural logarithms. States are [B, HV, K, V], K before V.
 """
 
-import functools
-import logging
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .check import BACKENDS, check_activations, check_kda, check_step, describe, scale_of
+from ..machine import BACKENDS, PLATFORMS, choose
+from .check import check_activations, check_kda, check_step, describe, scale_of
 from .chunked import chunked_kda
 from .gates import bounded_gate, gate_parameters, softplus_gate
-from .kernels import Target, target
 from .mesh import over_shards, place_alike
 from .mesh_wrapper import sharded
 from .mosaic_gpu import gpu_sequence, gpu_sequence_limits, gpu_token, gpu_token_limits
@@ -40,8 +37,6 @@ __all__ = [
     "which_kda_backend",
 ]
 
-# platform -> the backend that "auto" takes there, if it serves the call
-_KERNELS = {"tpu": "mosaic_tpu", "gpu": "mosaic_gpu", "cuda": "mosaic_gpu"}
 _SEQUENCE = {"mosaic_tpu": (tpu_sequence, tpu_sequence_limits), "mosaic_gpu": (gpu_sequence, gpu_sequence_limits)}
 _TOKEN = {"mosaic_tpu": (tpu_token, tpu_token_limits), "mosaic_gpu": (gpu_token, gpu_token_limits)}
 
@@ -276,7 +271,7 @@ def which_kda_backend(
     platform names another machine, "cpu", "gpu" or "tpu" (of a kind that the kernels are built for); None is the
     abstract mesh's device, else this machine's.
     """
-    if platform not in (None, "cpu", "gpu", "cuda", "rocm", "tpu"):
+    if platform not in PLATFORMS:
         raise ValueError(f"platform: got {platform!r}; allowed is None, 'cpu', 'gpu', 'cuda', 'rocm' or 'tpu'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}; allowed is one of {', '.join(map(repr, BACKENDS))}")
@@ -287,27 +282,7 @@ def which_kda_backend(
     return _choose(backend, limits, platform)
 
 
-def _choose(backend: str, limits: Callable[[str, Target], str | None], platform: str | None = None) -> str:
-    """The backend that runs. limits(kernels, machine) says why those kernels cannot serve the call there, or None."""
-    machine = target(platform)
-    native = _KERNELS.get(machine.platform)
-    if backend in _KERNELS.values():  # those of another machine may be named, to be interpreted or compiled ahead
-        if limit := limits(backend, machine if backend == native else Target(machine.platform)):
-            raise NotImplementedError(f"backend {backend!r}: {limit}; backend='xla' serves every call on every device")
-        return backend
-    if backend != "auto":
-        return backend
-    if native is None:
-        return "xla"
-    if limit := limits(native, machine):
-        _say_once(f"kda falls back to the XLA path: {limit}")
-        return "xla"
-    return native
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logging.getLogger("absl").warning(message)
+_choose = partial(choose, "kda")
 
 
 def _sequence_limits(q, k, v, g, beta, initial_state, kernels, machine, *, chunk_size, erase):

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..machine import BACKENDS
 from .gates import check_lower_bound
 
-__all__ = ["BACKENDS", "check_activations", "check_kda", "check_step", "describe", "scale_of"]
+__all__ = ["check_activations", "check_kda", "check_step", "describe", "scale_of"]
 
-BACKENDS = ("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu")
 GATES = ("log", "softplus", "bounded")
 
 

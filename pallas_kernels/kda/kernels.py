@@ -1,4 +1,4 @@
-"""What the kernels of all machines have in common: the machine a call is for, settings, limits, the step's backward."""
+"""What the kernels of all machines have in common: settings, limits, the step's backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +13,11 @@ from .step import step_token
 
 __all__ = [
     "Settings",
-    "Target",
     "call_sequence",
     "common_limits",
     "pool_limits",
     "rows_of_vmap",
     "sequence_mode_limits",
-    "target",
     "with_step_gradient",
 ]
 
@@ -33,25 +31,6 @@ class Settings(NamedTuple):
     lower_bound: float | None
     qk_l2norm: bool
     beta_sigmoid: bool
-
-
-class Target(NamedTuple):
-    """The machine that a call is for; what is not known of it, as for a platform asked about, is None."""
-
-    platform: str
-    kind: str | None = None  # such as "TPU v5 lite" or "NVIDIA H200"
-    compute_capability: str | None = None  # of an NVIDIA GPU that is there, such as "9.0"
-
-
-def target(platform: str | None) -> Target:
-    """The platform asked about, else the abstract mesh's device, else this machine's."""
-    if platform is not None:
-        return Target(platform)
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return Target(device.platform or ("tpu" if "tpu" in device.device_kind.lower() else "gpu"), device.device_kind)
-    device = jax.devices()[0]
-    return Target(jax.default_backend(), device.device_kind, getattr(device, "compute_capability", None))
 
 
 def call_sequence(

@@ -17,11 +17,11 @@ from pallas_kernels import (
     kda_reference,
     kda_step,
     linear_attention,
+    machine,
     segment_ids_from_cu_seqlens,
     softplus_gate,
     which_backend,
 )
-from pallas_kernels.kda import _say_once, mosaic_gpu
 
 B, T, H, HV, K, V, S, POOL = 2, 4, 2, 4, 3, 5, 2, 6
 GOOD = {
@@ -344,7 +344,7 @@ def test_field_TL04_limits_of_the_kernels(case, caplog):
     mesh = jax.sharding.AbstractMesh(
         case.auto_axes or (1,), ("tensor",), (jax.sharding.AxisType.Auto,), abstract_device=device
     )
-    _say_once.cache_clear()
+    machine.say_once.cache_clear()
     with jax.sharding.use_abstract_mesh(mesh), caplog.at_level("WARNING", "absl"):
         with pytest.raises(
             NotImplementedError, match=f"backend '{case.backend}': .*{case.says}.*; backend='xla' serves"
@@ -435,14 +435,14 @@ def test_field_TL04_the_card_of_an_abstract_mesh(kind):
 
 def test_field_TL04_a_jax_without_mosaic_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
-    mosaic_gpu._without_mosaic.cache_clear()
+    machine.without_mosaic_gpu.cache_clear()
     try:
         for function, arguments in ((kda, HALF), (kda_step, HALF_STEP)):
             with pytest.raises(NotImplementedError, match="'mosaic_gpu': this jax comes without Mosaic GPU .*'xla'"):
                 function(**arguments, backend="mosaic_gpu")
             assert which_backend(function.__name__, **arguments, platform="gpu") == "xla"
     finally:
-        mosaic_gpu._without_mosaic.cache_clear()
+        machine.without_mosaic_gpu.cache_clear()
 
 
 # --- Odd but legal -----------------------------------------------------------------------------------------------

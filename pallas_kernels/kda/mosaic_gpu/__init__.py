@@ -8,12 +8,12 @@ head. Kernels are imported when first called, since a jax may come without Mosai
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 
-from ..kernels import Target, call_sequence, common_limits, pool_limits, sequence_mode_limits, with_step_gradient
+from ...machine import Target, hopper_limits
+from ..kernels import call_sequence, common_limits, pool_limits, sequence_mode_limits, with_step_gradient
 
 __all__ = ["gpu_sequence", "gpu_sequence_limits", "gpu_token", "gpu_token_limits"]
 
@@ -49,33 +49,14 @@ def gpu_sequence_limits(arrays: tuple, *, chunk_size: int, erase: bool, machine:
     for name, x in zip("qkv", arrays, strict=False):
         if x.dtype != jnp.bfloat16:
             return f"{name} is {x.dtype} and the kernel multiplies in 16 bits, bfloat16 q, k and v"
-    return _machine_limits(machine) or common_limits(arrays, "GPU")
+    return hopper_limits(machine) or common_limits(arrays, "GPU")
 
 
 def gpu_token_limits(arrays: tuple, state, slots, *, machine: Target) -> str | None:
     """`gpu_sequence_limits` for one token, which may be float32: nothing is multiplied in 16 bits."""
-    if limit := pool_limits(arrays, state, slots) or _machine_limits(machine):
+    if limit := pool_limits(arrays, state, slots) or hopper_limits(machine):
         return limit
     from .step import gpu_step_limits
 
     q, k, v, *others = arrays
     return gpu_step_limits(q, v, state, k, *others) or common_limits((*arrays, state), "GPU")
-
-
-def _machine_limits(machine):
-    hopper = machine.compute_capability in (None, "9.0")
-    if machine.compute_capability is None and machine.kind is not None:
-        hopper = re.search(r"\bG?H(100|200|20|800)\b", machine.kind) is not None
-    if not hopper:
-        capability = f" of compute capability {machine.compute_capability}" if machine.compute_capability else ""
-        return f"the device is a {machine.kind}{capability} and the kernel is built for Hopper (9.0: H100, H200)"
-    return _without_mosaic()
-
-
-@functools.cache
-def _without_mosaic() -> str | None:
-    try:
-        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
-    except ImportError as error:
-        return f"this jax comes without Mosaic GPU ({error})"
-    return None

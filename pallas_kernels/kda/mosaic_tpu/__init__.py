@@ -6,10 +6,10 @@ are laid out; step.py is the decode kernel. The algorithm is described in chunke
 each file's head.
 """
 
-import re
 from functools import partial
 
-from ..kernels import Target, call_sequence, common_limits, pool_limits, sequence_mode_limits, with_step_gradient
+from ...machine import Target, tpu_limits
+from ..kernels import call_sequence, common_limits, pool_limits, sequence_mode_limits, with_step_gradient
 from .sequence import sequence
 from .step import step_limits, tpu_step
 
@@ -28,17 +28,11 @@ def tpu_sequence_limits(arrays: tuple, *, chunk_size: int, erase: bool, machine:
     K, V = arrays[0].shape[-1], arrays[2].shape[-1]
     if max(K, V) > 256:
         return f"head sizes are K = {K}, V = {V} and the kernel holds states up to 256 x 256"
-    return _device_limits(machine) or common_limits(arrays, "TPU")
+    return tpu_limits(machine) or common_limits(arrays, "TPU")
 
 
 def tpu_token_limits(arrays: tuple, state, slots, *, machine: Target) -> str | None:
     """`tpu_sequence_limits` for one token."""
     q, k, v, *others = arrays
     limit = pool_limits(arrays, state, slots) or step_limits(q, v, state, k, *others)
-    return limit or _device_limits(machine) or common_limits((*arrays, state), "TPU")
-
-
-def _device_limits(machine):
-    if machine.kind is not None and re.search(r"TPU v[234]\b", machine.kind):
-        return f"the device is a {machine.kind} and the kernel is built for v5e, v5p, v6e and TPU7x"
-    return None
+    return limit or tpu_limits(machine) or common_limits((*arrays, state), "TPU")
