@@ -2,11 +2,12 @@
 
     python -m experiments.benchmark --suite=kda_cpu     # chunked XLA path against the token scan
     python -m experiments.benchmark --suite=kda_gpu     # our kernels and XLA path against fla (and its figures)
-    python -m experiments.benchmark --suite=attn_res    # attn_res against its plain reference
+    python -m experiments.benchmark --suite=attn_res    # attn_res by kernel and XLA, against fla, and a plain copy
     python -m experiments.benchmark --suite=tpu_schedule    # the TPU kernels as their compiler sees them; needs no TPU
 
-All but the last run on the default device, whatever it is, and say so in the file. kda_gpu writes after every case, and
-keeps what the file has of others: --cases=B1-H32-T8192,decode-B1-H32 --implementations=mosaic_gpu measure parts of it.
+All but the last run on the default device, whatever it is, and say so in the file. kda_gpu and attn_res write after
+every case, and keep what the file has of others: --cases=B1-H32-T8192,decode-B1-H32 --implementations=mosaic_gpu
+measure parts.
 """
 
 import json
@@ -20,21 +21,20 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import benchmark_kda_gpu, tpu_schedule
-from experiments.benchmark_kda_gpu import CASES, IMPLEMENTATIONS
+from experiments import benchmark_attn_res, benchmark_kda_gpu, gpu_timing, tpu_schedule
 from experiments.benchmark_suites import SUITES, versions
 
 _COMPILED = {"tpu_schedule": tpu_schedule.measure}  # nothing runs, nothing is timed
-_BY_CASE = {"kda_gpu": benchmark_kda_gpu.kda_gpu}
-_ALL = SUITES | _BY_CASE | _COMPILED
+_BY_CASE = {"kda_gpu": benchmark_kda_gpu, "attn_res": benchmark_attn_res}
+_ALL = SUITES | _COMPILED | {"kda_gpu": benchmark_kda_gpu.kda_gpu, "attn_res": benchmark_attn_res.attn_res_suite}
+_PARTS = "; ".join(f"{suite}: {', '.join(c.name for c in module.CASES)}" for suite, module in _BY_CASE.items())
+_WAYS = "; ".join(f"{suite}: {', '.join(module.IMPLEMENTATIONS)}" for suite, module in _BY_CASE.items())
 _SUITE = flags.DEFINE_enum("suite", None, [*_ALL], "What to measure.", required=True)
 _REPEATS = flags.DEFINE_integer(
     "repeats", None, "Measurements to take the median of (default: the suite's).", lower_bound=1
 )
-_CASES = flags.DEFINE_list("cases", None, f"Of kda_gpu: {', '.join(case.name for case in CASES)} (default: all).")
-_IMPLEMENTATIONS = flags.DEFINE_list(
-    "implementations", None, f"Of kda_gpu: {', '.join(IMPLEMENTATIONS)} (default: all that are here)."
-)
+_CASES = flags.DEFINE_list("cases", None, f"Parts of a suite (default: all). {_PARTS}.")
+_IMPLEMENTATIONS = flags.DEFINE_list("implementations", None, f"Default: all that are here. {_WAYS}.")
 _OUT = flags.DEFINE_string("out", None, "JSON file to write (default: results/SUITE.json).")
 
 
@@ -74,12 +74,10 @@ def table(result: Mapping[str, Any]) -> str:
     if result["suite"] in _COMPILED:
         return tpu_schedule.table(result)
     lines = [f"{result['suite']} on {result['card']}, {', '.join(f'{k}={v}' for k, v in result['case'].items())}"]
-    lines += [f"  {name:36}{ms['median']:12.3f} ms{_aim(ms)}" for name, ms in result["ms"].items()]
+    lines += [f"  {name:36}{ms['median']:12.3f} ms{_speed(ms)}{_aim(ms)}" for name, ms in result["ms"].items()]
     lines += [f"  {name}: {ratio['value']:.2f}x{_aim(ratio)}" for name, ratio in result["ratios"].items()]
     if compiled := result.get("compile"):
         lines.append(f"  compile, forward and gradient, T={compiled['T']}: {compiled['seconds']} s{_aim(compiled)}")
-    if "forward_GB_per_s" in result:
-        lines.append(f"  xla forward: {result['forward_GB_per_s']} GB/s of sources read and mixture written")
     return "\n".join(lines)
 
 
@@ -89,6 +87,10 @@ def write(result: Mapping[str, Any], path: Path) -> None:
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(path)
+
+
+def _speed(ms: Mapping[str, Any]) -> str:
+    return f" {ms['GB_per_s']:9.1f} GB/s" if "GB_per_s" in ms else ""
 
 
 def _aim(number: Mapping[str, float]) -> str:
@@ -102,26 +104,28 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--repeats: {_SUITE.value} measures nothing that varies")
     if (_CASES.value or _IMPLEMENTATIONS.value) and _SUITE.value not in _BY_CASE:
         raise app.UsageError(f"--cases, --implementations: {_SUITE.value} has no parts to choose from")
-    if unknown := {*(_CASES.value or ())} - {case.name for case in CASES}:
-        raise app.UsageError(f"--cases: got {', '.join(unknown)}; there are {', '.join(case.name for case in CASES)}")
+    module = _BY_CASE.get(_SUITE.value)
+    names = [case.name for case in module.CASES] if module else []
+    if unknown := {*(_CASES.value or ())} - {*names}:
+        raise app.UsageError(f"--cases: got {', '.join(unknown)}; there are {', '.join(names)}")
     # PyTorch may share the card: jax takes what it needs, no more. Read when it first touches the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
     options = {"repeats": _REPEATS.value} if _REPEATS.value else {}
     path = Path(_OUT.value or f"results/{_SUITE.value}.json")
-    if _SUITE.value not in _BY_CASE:
+    if module is None:
         result = measure(_SUITE.value, **options)
         write(result, path)
         print(table(result))
         return
     if _IMPLEMENTATIONS.value:
         options["implementations"] = _IMPLEMENTATIONS.value
-    for case in CASES:
+    for case in module.CASES:
         if _CASES.value and case.name not in _CASES.value:
             continue
         result = measure(_SUITE.value, cases=(case,), **options)
-        with benchmark_kda_gpu.alone():
-            write(benchmark_kda_gpu.merge(json.loads(path.read_text()) if path.exists() else {}, result), path)
+        with gpu_timing.alone():
+            write(module.merge(json.loads(path.read_text()) if path.exists() else {}, result), path)
         print(table(result), flush=True)
 
 

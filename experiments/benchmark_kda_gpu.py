@@ -12,28 +12,23 @@ fla and jax share the GPU: start with XLA_PYTHON_CLIENT_PREALLOCATE=false (exper
 variants of its kernels at every new number of heads, for minutes.
 """
 
-import fcntl
-import importlib.util
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import gpu_timing
 from experiments.benchmark_suites import check_difference, with_gradient, worst_difference
+from experiments.gpu_timing import Run, alone, fla_is_here, in_turns, numbers, repeated
 from pallas_kernels import kda, kda_reference, kda_step, which_backend
 
-__all__ = ["CASES", "IMPLEMENTATIONS", "Case", "alone", "kda_gpu", "merge"]
+__all__ = ["CASES", "IMPLEMENTATIONS", "Case", "kda_gpu", "merge"]
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "fla")
 GATES = {"": {"gate": "bounded", "lower_bound": -5.0}, ", any gate": {"gate": "softplus"}}
@@ -42,7 +37,6 @@ FORWARD, BOTH, STEP = "forward", "forward and gradient", "step"
 STEPS = 100  # of a loop of decode steps
 CHECKED = 512  # tokens
 TOLERANCE = {FORWARD: 1e-2, BOTH: 2e-2}  # relL2 of bfloat16, of a result and of a gradient
-REPEAT_S = 0.03  # of one measurement, which is as many calls
 XLA_TO_FLA = 4.0  # at most, forward and gradient
 NAMES = ("output", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "dA_log", "ddt_bias")
 
@@ -89,12 +83,6 @@ CASES: tuple[Case, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    call: Callable[[int], None]  # makes so many calls, and returns when the device has finished them
-    steps: int = 1  # of a call
-
-
 def kda_gpu(
     repeats: int = 20, cases: Sequence[Case] = CASES, implementations: Sequence[str] | None = None
 ) -> dict[str, Any]:
@@ -109,7 +97,7 @@ def kda_gpu(
         runs, found = (_step_runs if case.T == 1 else _sequence_runs)(case, present)
         differences |= {f"{case.name} {name}": value for name, value in found.items()}
         with alone():
-            all_times = _in_turns(runs, repeats)
+            all_times = in_turns(runs, repeats)
         for name, times in all_times.items():
             part, _, implementation = name.partition(": ")
             aim = {"at_most": case.at_most[part]} if implementation == "mosaic_gpu" and part in case.at_most else {}
@@ -120,28 +108,9 @@ def kda_gpu(
     return {"started": started, "case": sizes | facts, "ms": ms, "worst_difference": differences, "ratios": ratios}
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Until it ends, no other process of this machine is inside."""
-    with Path(tempfile.gettempdir(), "kimi_jax_benchmark.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """old with what new has measured in place of what it had; every time then says where and when it was taken."""
-    about = {key: new[key] for key in ("started", "date", "command", "card", "versions")}
-    ms = {**old.get("ms", {}), **{name: {**entry, **about} for name, entry in new["ms"].items()}}
-    differences = {**old.get("worst_difference", {}), **new["worst_difference"]}
-    order = {case.name: i for i, case in enumerate(CASES)}
-    by_case = lambda name: order.get(name.split()[0], len(order))  # noqa: E731
-    return {
-        "suite": new["suite"],
-        "case": new["case"],
-        "ms": {name: ms[name] for name in sorted(ms, key=by_case)},
-        "worst_difference": {name: differences[name] for name in sorted(differences, key=by_case)},
-        "ratios": _ratios(ms, CASES),
-    }
+    """`gpu_timing.merge` of two results of this suite."""
+    return gpu_timing.merge(old, new, [case.name for case in CASES], lambda ms: _ratios(ms, CASES))
 
 
 def inputs(case: Case) -> tuple[jax.Array, ...]:
@@ -162,11 +131,8 @@ def _present(case: Case, asked: Sequence[str] | None) -> list[str]:
     present = ["xla"]
     if which_backend("kda", *(shape(*s) for s in sizes)) == "mosaic_gpu":
         present.insert(0, "mosaic_gpu")
-    if importlib.util.find_spec("fla") is not None and importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            present.append("fla")
+    if fla_is_here():
+        present.append("fla")
     if missing := [name for name in asked or () if name not in present]:
         raise ValueError(f"implementations: got {missing}; {case.name} can be run here by {present}")
     return [name for name in present if asked is None or name in asked]
@@ -311,20 +277,20 @@ def _sequence_runs(case: Case, implementations: Mapping[str, Any]) -> tuple[dict
 
     runs, differences = {}, {}
     with alone():
-        expected = {said: _numbers(scan(*wide)) for said, scan in scans.items()}
+        expected = {said: numbers(scan(*wide)) for said, scan in scans.items()}
         for (said, name), (implementation, parts) in served.items():
             arrays = implementation.arrays(arguments)
             # Of the real length: later tokens may not change what the first ones give.
-            first = _numbers(parts[FORWARD](*arrays)[0][:, :CHECKED])
+            first = numbers(parts[FORWARD](*arrays)[0][:, :CHECKED])
             checks = {FORWARD: _differences((first,), expected[said][0], f"{case.name}{said} {name}")}
             if case.gradient:
-                outputs, gradients = _numbers(parts[BOTH](*implementation.arrays(short)))
+                outputs, gradients = numbers(parts[BOTH](*implementation.arrays(short)))
                 checks[BOTH] = _differences(
                     (*outputs, *gradients), (*expected[said][0], *expected[said][1]), f"{case.name}{said} {name}"
                 )
             for part, found in checks.items():
                 differences[f"{part}{said}: {name}"] = found
-                runs[f"{part}{said}: {name}"] = _repeated(implementation, parts[part], arrays)
+                runs[f"{part}{said}: {name}"] = repeated(implementation, parts[part], arrays)
     return runs, differences
 
 
@@ -338,9 +304,9 @@ def _step_runs(case: Case, implementations: Mapping[str, Any]) -> tuple[dict[str
     arguments = inputs(case)
     runs, differences = {}, {}
     with alone():
-        expected = _numbers(_Jax("xla").step([x.astype(jnp.float32) for x in arguments]))
+        expected = numbers(_Jax("xla").step([x.astype(jnp.float32) for x in arguments]))
         for name, implementation in implementations.items():
-            got = _numbers(implementation.step(arguments))
+            got = numbers(implementation.step(arguments))
             differences[f"{STEP}: {name}"] = _differences(got, expected, f"{case.name} {name}")
             runs[f"{STEP}: {name}"] = implementation.steps(arguments)
     return runs, differences
@@ -352,50 +318,6 @@ def _differences(results: Sequence[np.ndarray], expected: Sequence[np.ndarray], 
     for name, difference in found.items():
         check_difference(difference, TOLERANCE[BOTH if name.startswith("d") else FORWARD], f"{what} {name}")
     return max(found.values())
-
-
-def _repeated(implementation: Any, function: Callable, arrays: tuple) -> Run:
-    def call(calls: int) -> None:
-        # Calls queue up on the device, so that the host's part is hidden as it is in training.
-        for _ in range(calls):
-            results = function(*arrays)
-        implementation.wait(results)
-
-    return Run(call)
-
-
-def _numbers(results: Any) -> Any:
-    """Nested tuples of arrays, jax's or torch's, as float32 of numpy."""
-    if isinstance(results, tuple):
-        return tuple(map(_numbers, results))
-    if hasattr(results, "detach"):
-        results = results.detach().float().cpu().numpy()
-    return np.asarray(results).astype(np.float32)
-
-
-def _in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds a step: for each run the median over repeats, and all of them; runs take turns."""
-    calls = {}
-    for name, run in runs.items():
-        run.call(1)
-        calls[name] = max(1, min(50, int(REPEAT_S / min(_seconds(run, 1) for _ in range(3)))))
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            times[name].append(1e3 * _seconds(run, calls[name]) / calls[name] / run.steps)
-    return {
-        name: {
-            "median": round(statistics.median(found), 5), "all": [round(x, 5) for x in found],
-            "calls_per_repeat": calls[name] * runs[name].steps,
-        }
-        for name, found in times.items()
-    }  # fmt: skip
-
-
-def _seconds(run: Run, calls: int) -> float:
-    started = time.perf_counter()
-    run.call(calls)
-    return time.perf_counter() - started
 
 
 def _ratios(ms: Mapping[str, Mapping[str, Any]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import attn_res, attn_res_reference, kda, kda_reference
+from pallas_kernels import kda, kda_reference
 
 Run = Callable[[int], None]  # makes so many calls, and returns when the device has finished them
 
@@ -28,16 +28,6 @@ class KDACase:
     H: int = 4
     K: int = 128
     V: int = 128
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True)
-class AttnResCase:
-    """The shape of Kimi-Linear-48B's output mix: the embedding and nine blocks (AttnRes, section 5)."""
-
-    N: int = 10
-    T: int = 2048
-    D: int = 2304
     dtype: str = "float32"
 
 
@@ -71,28 +61,7 @@ def kda_cpu(repeats: int = 5, case: KDACase = KDACase(), compile_T: int = 2048) 
     }
 
 
-def attn_res_xla(repeats: int = 10, case: AttnResCase | None = None) -> dict[str, Any]:
-    """The XLA path of attn_res against the plain reference, forward and with all gradients, on this device."""
-    case = case or AttnResCase(dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
-    keys = jax.random.split(jax.random.key(0), case.N + 2)
-    sources = tuple(jax.random.normal(key, (1, case.T, case.D)).astype(case.dtype) for key in keys[2:])
-    query = jax.random.normal(keys[0], (case.D,)) * case.D**-0.5
-    inputs = (sources, query, 1 + 0.1 * jax.random.normal(keys[1], (case.D,)))
-    fast = partial(attn_res, backend="xla")
-    pairs = {
-        "forward": (jax.jit(fast), jax.jit(attn_res_reference)),
-        "forward and gradient": (jax.jit(with_gradient(fast)), jax.jit(with_gradient(attn_res_reference))),
-    }
-    tolerance = 2e-4 if case.dtype == "float32" else 2e-2
-    measured = _compare(pairs, inputs, repeats, tolerance=tolerance, names=("xla", "reference"))
-    ratios = {part: {"value": _ratio(measured, f"reference {part}", f"xla {part}")} for part in pairs}
-    # The floor of the forward: every source read once, one mixture written.
-    moved = (case.N + 1) * case.T * case.D * jnp.dtype(case.dtype).itemsize
-    speed = moved / 1e6 / measured["ms"]["xla forward"]["median"]
-    return {"case": asdict(case), **measured, "ratios": ratios, "forward_GB_per_s": round(speed, 1)}
-
-
-SUITES: dict[str, Callable[..., dict[str, Any]]] = {"kda_cpu": kda_cpu, "attn_res": attn_res_xla}
+SUITES: dict[str, Callable[..., dict[str, Any]]] = {"kda_cpu": kda_cpu}
 
 
 def kda_inputs(case: KDACase) -> tuple[jax.Array, ...]:

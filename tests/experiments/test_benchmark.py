@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import benchmark, benchmark_kda_gpu, benchmark_suites
+from experiments import benchmark, benchmark_attn_res, benchmark_kda_gpu, benchmark_suites
 from experiments.benchmark_kda_gpu import Case
-from experiments.benchmark_suites import AttnResCase, KDACase
+from experiments.benchmark_suites import KDACase
 
 TOY = KDACase(T=48, H=2, K=16, V=8)
 
@@ -35,8 +35,8 @@ SUITES = [
     ),
     Suite(
         "attn_res",
-        dict(case=AttnResCase(N=3, T=8, D=16)),
-        ("xla forward", "reference forward", "xla forward and gradient", "reference forward and gradient"),
+        dict(cases=(benchmark_attn_res.Case("toy", 3, 16, 8, "float32", reference=True),)),
+        ("toy forward: xla", "toy forward: reference", "toy forward and gradient: xla", "toy forward: copy"),
     ),
 ]
 
@@ -49,7 +49,7 @@ def test_suite_measures_and_writes(suite, tmp_path):
         assert len(ms["all"]) == 3 and min(ms["all"]) > 0 and ms["median"] == sorted(ms["all"])[1]
     assert all(np.isfinite(ratio["value"]) and ratio["value"] > 0 for ratio in result["ratios"].values())
     assert 0 < max(result["worst_difference"].values()) < 2e-2
-    parts = " --cases=B1-H2-T48,decode-B2-H2" if suite.name == "kda_gpu" else ""
+    parts = {"kda_gpu": " --cases=B1-H2-T48,decode-B2-H2", "attn_res": " --cases=toy"}.get(suite.name, "")
     assert result["command"] == f"python -m experiments.benchmark --suite={suite.name} --repeats=3{parts}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"]) and result["versions"]["jax"] == jax.__version__
     benchmark.write(result, tmp_path / "results" / "x.json")
@@ -121,10 +121,13 @@ def test_runs_take_turns():
 
 
 def test_a_wrong_answer_is_not_timed(monkeypatch):
-    reference = benchmark_suites.attn_res_reference
-    monkeypatch.setattr(benchmark_suites, "attn_res_reference", lambda *inputs: 1.01 * reference(*inputs))
-    with pytest.raises(ArithmeticError, match="forward: results differ by relL2"):
-        benchmark_suites.attn_res_xla(repeats=1, case=AttnResCase(N=3, T=8, D=16))
+    toy = benchmark_attn_res.Case("toy", 3, 16, 8, "float32")
+    reference = benchmark_attn_res.attn_res_reference
+    monkeypatch.setattr(benchmark_attn_res, "attn_res_reference", lambda *inputs: 1.01 * reference(*inputs))
+    with pytest.raises(ArithmeticError, match="toy forward: xla: results differ by relL2"):
+        benchmark_attn_res.attn_res_suite(1, (toy,))
+    with pytest.raises(ValueError, match=r"implementations: got \['fla'\]; toy can be run here by \['xla', 'copy'\]"):
+        benchmark_attn_res.attn_res_suite(1, (toy,), ("fla",))
     assert benchmark_suites.worst_difference(jnp.array([1.0, jnp.nan]), jnp.ones(2)) == float("inf")
 
 
