@@ -1,0 +1,175 @@
+"""The forward kernel: one step takes a block of tokens, of which every source is in VMEM, from sources to mixture.
+
+    measure  sum v_i^2 and sum v_i u over channels, register by register, per source and token
+    weigh    the sums across lanes, then rstd, logits, softmax and log-sum-exp of all sources at once
+    mix      h = sum_i a_i v_i, and with output_scale its norm
+
+Each stage goes through all tokens of the block before the next begins: what is slow to arrive (sums across lanes, exp)
+is then awaited once a block and not once a tile. For the backward, a row of `saved` keeps the logits in lanes 0 to 63
+and the rstds in lanes 64 to 127.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..kernels import MAX_SOURCES, Static
+from .plan import Plan, call, make_plan, read_count, source_operands, tokens, whole
+from .tiles import LANES, columns, groups, lane, over_lanes, over_rows, wide
+
+__all__ = ["forward", "mix_rows", "over_sources", "softmax"]
+
+AT_A_TIME = 8  # sources that share a read of u: two sums each, of two registers, of which there are 64
+TILES = 32  # 128 channels of a source, unrolled in one turn of a loop
+BATCH = 64  # tokens whose tables are made together
+
+
+def forward(static: Static, sources, gain, output_scale, count):
+    """Mixture [M, D], lse [M], saved [M, 128]; arguments as in kernels.py."""
+    p = make_plan(sources, output_scale is not None, count is not None, backward=False)
+    step = lambda t, *_: t  # noqa: E731
+    operands, in_specs = source_operands(p, sources, step)
+    vectors = [gain] if output_scale is None else [gain, output_scale]
+    operands += [x.reshape(1, p.dim) for x in vectors]
+    in_specs += [whole(1, p.dim)] * len(vectors)
+    shapes = [((p.tokens, p.dim), p.dtype), ((p.tokens, 1), jnp.float32), ((p.tokens, LANES), jnp.float32)]
+    scratch = [pltpu.VMEM((p.sources, p.block, LANES), jnp.float32)] * 2 + [pltpu.VMEM((p.block, LANES), jnp.float32)]
+    if p.scaled:
+        scratch += [pltpu.VMEM((p.block, p.dim), jnp.float32), pltpu.VMEM((p.block, LANES), jnp.float32)]
+    mixture, lse, saved = call(
+        partial(_kernel, p, static.eps), "attn_res_forward", p, (p.steps,), ("parallel",), count, operands, in_specs,
+        [jax.ShapeDtypeStruct(*s) for s in shapes], [tokens(p, s[0][1], step) for s in shapes], scratch,
+    )  # fmt: skip
+    return mixture, lse.reshape(p.tokens), saved
+
+
+def _kernel(p: Plan, eps: float, *refs):
+    count, refs = read_count(p, refs)
+    sources, (gain, *refs) = refs[: p.sources], refs[p.sources :]
+    scale, refs = (refs[0], refs[1:]) if p.scaled else (None, refs)
+    out, lse, saved, squares, products, weights, *mixed = refs
+    tiles = p.live_tiles(pl.program_id(0))
+
+    over_rows(p.rows, tiles, partial(_measure, p, sources, gain, squares, products))
+    _weigh(p, eps, count, squares, products, weights, lse, saved)
+    if not p.scaled:
+
+        def put(rows, lanes, h, carry):
+            out[rows, lanes] = h.astype(out.dtype)
+            return carry
+
+        over_rows(p.rows, tiles, lambda rows: mix_rows(p, sources, weights, count, rows, put, 0))
+        return
+    h_ref, norm = mixed
+
+    def keep(rows, lanes, h, total):
+        h_ref[rows, lanes] = h
+        return total + wide(h * h)
+
+    def mix(rows):
+        norm[rows, :] = mix_rows(p, sources, weights, count, rows, keep, jnp.zeros((p.rows, LANES), jnp.float32))
+
+    over_rows(p.rows, tiles, mix)
+    mean = jnp.sum(norm[...], axis=1, keepdims=True) * np.float32(1 / p.dim)
+    norm[...] = jnp.broadcast_to(lax.rsqrt(mean + np.float32(eps)), norm.shape)
+
+    def finish(rows):
+        rstd = norm[rows, :]
+
+        def tile(lanes, carry):
+            out[rows, lanes] = (h_ref[rows, lanes] * rstd[:, : lanes.size] * scale[:, lanes]).astype(out.dtype)
+            return carry
+
+        over_lanes(p.dim, TILES, tile, np.int32(0))
+
+    over_rows(p.rows, tiles, finish)
+
+
+def _measure(p: Plan, sources, gain, squares, products, rows):
+    """Of some rows: sum v^2 and sum v u, over all but the last 128 channels, into [N, block, 128]."""
+    for group in groups(p.sources, AT_A_TIME):
+
+        def tile(lanes, sums, group=group):
+            u, new = gain[:, lanes], []
+            for i, (square, product) in zip(group, sums, strict=True):
+                v = sources[i][rows, lanes].astype(jnp.float32)
+                new.append((square + wide(v * v), product + wide(v * u)))
+            return new
+
+        zero = jnp.zeros((p.rows, LANES), jnp.float32)
+        sums = over_lanes(p.dim, TILES // len(group), tile, [(zero, zero)] * len(group))
+        for i, (square, product) in zip(group, sums, strict=True):
+            squares[i, rows, :], products[i, rows, :] = square, product
+
+
+def _weigh(p: Plan, eps, count, squares, products, weights, lse, saved):
+    """Tables of logits, rstds and weights, and the log-sum-exp, from the sums."""
+    batch = min(BATCH, p.block)
+
+    def tables(rows):
+        mine = lane((batch, LANES))
+
+        def put(i, sums):
+            new = []
+            for table, ref in zip(sums, (squares, products), strict=True):
+                new.append(jnp.where(mine == i, jnp.sum(ref[i, rows, :], axis=1, keepdims=True), table))
+            return tuple(new)
+
+        zero = jnp.zeros((batch, LANES), jnp.float32)
+        square, product = over_sources(p.sources, put, (zero, zero))
+        rstd = lax.rsqrt(square * np.float32(1 / p.dim) + np.float32(eps))
+        live = mine < (np.int32(p.sources) if count is None else jnp.minimum(count, np.int32(p.sources)))
+        logit = jnp.where(live, product * rstd, -jnp.inf)
+        weights[rows, :], lse[rows, :] = softmax(logit)
+        saved[rows, :] = jnp.where(mine < MAX_SOURCES, logit, pltpu.roll(rstd, MAX_SOURCES, 1))
+
+    over_rows(batch, p.block // batch, tables)
+
+
+def over_sources(n: int, body, carry):
+    """carry = body(i, carry) for every source, eight in a row without a loop."""
+    if n <= 8:
+        for i in range(n):
+            carry = body(i, carry)
+        return carry
+    whole = n - n % 8
+
+    def turn(g, carry):
+        for k in range(8):
+            carry = body(g * np.int32(8) + np.int32(k), carry)
+        return carry
+
+    carry = lax.fori_loop(np.int32(0), np.int32(n // 8), turn, carry)
+    for i in range(whole, n):
+        carry = body(i, carry)
+    return carry
+
+
+def softmax(logit) -> tuple[jax.Array, jax.Array]:
+    """Weights [rows, 128] and log-sum-exp [rows, 1]; of one live source exactly 1 and its logit."""
+    top = jnp.max(logit, axis=1, keepdims=True)
+    weight = jnp.exp(logit - top)
+    total = jnp.sum(weight, axis=1, keepdims=True)
+    # Of one source the total is 1, and a machine's reciprocal need not be exact.
+    return jnp.where(total == 1, weight, weight / total), top + jnp.log(total)
+
+
+def mix_rows(p: Plan, sources, weights, count, rows, put, carry):
+    """carry = put(rows, lanes, sum_i a_i v_i, carry) for all channels of some rows."""
+    shares = columns(weights, rows, range(p.sources))
+
+    def tile(lanes, carry):
+        total = None
+        for i, share in enumerate(shares):
+            term = share[:, : lanes.size] * sources[i][rows, lanes].astype(jnp.float32)
+            if count is not None and i > 0:  # the first row's weight is NaN where no row is live
+                term = jnp.where(np.int32(i) < count, term, 0)
+            total = term if total is None else total + term  # not from 0: a lone -0.0 stays what it is
+        return put(rows, lanes, total, carry)
+
+    return over_lanes(p.dim, max(1, TILES // p.sources), tile, carry)
