@@ -20,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..kernels import MAX_SOURCES, Static
-from .forward import BATCH, TILES, mix_rows, over_sources, softmax
+from .forward import TILES, mix_rows, over_batches, softmax, table_of
 from .plan import ZERO, Plan, call, make_plan, read_count, source_operands, tokens, whole
 from .tiles import LANES, columns, fold, groups, lane, over_lanes, over_rows, wide
 
 __all__ = ["backward"]
 
-DOTS = 8  # sources that share a read of the cotangent, with one sum of two registers each
+DOTS = 16  # sources that share a read of the cotangent, with one sum of two registers each
 SPREAD = 4  # and with three columns of two registers each
 CORES = 2  # parts of the tokens: a chip's two cores take one each, a single core one after the other
 
@@ -98,19 +98,13 @@ def _kernel(p: Plan, eps: float, turns: int, buffer: bool, *refs):
         over_rows(p.rows, tiles, partial(_spread, p, sources, sources_bar, g, gain, gain_bar, tables, count, step))
 
 
-def _batches(p: Plan, body):
-    """body(rows) for the rows of tables, as many at a time as hide each other's latency."""
-    batch = min(BATCH, p.block)
-    over_rows(batch, p.block // batch, body)
-
-
 def _tables(p: Plan, saved, weights):
     """The weights again."""
 
     def body(rows):
         weights[rows, :], _ = softmax(_logits(saved[rows, :]))
 
-    _batches(p, body)
+    over_batches(p, body)
 
 
 def _logits(saved):
@@ -139,14 +133,15 @@ def _behind_norm(p, eps, sources, weights, count, mixture_bar, scale, scale_bar,
     def finish(rows):
         rstd, mean = rstds[rows, :], means[rows, :]
 
-        def tile(lanes, carry):
-            h = h_ref[rows, lanes] * rstd[:, : lanes.size]
-            g = mixture_bar[rows, lanes].astype(jnp.float32)
-            scale_bar[:, lanes] += fold(_real(p, rows, step, g * h))
-            g_ref[rows, lanes] = rstd[:, : lanes.size] * (g_ref[rows, lanes] - h * mean[:, : lanes.size])
+        def turn(slices, carry):
+            for lanes in slices:
+                h = h_ref[rows, lanes] * rstd[:, : lanes.size]
+                g = mixture_bar[rows, lanes].astype(jnp.float32)
+                scale_bar[:, lanes] += fold(_real(p, rows, step, g * h))
+                g_ref[rows, lanes] = rstd[:, : lanes.size] * (g_ref[rows, lanes] - h * mean[:, : lanes.size])
             return carry
 
-        over_lanes(p.dim, TILES // 2, tile, np.int32(0))
+        over_lanes(p.dim, TILES // 4, turn, np.int32(0))
 
     over_rows(p.rows, tiles, finish)
 
@@ -155,13 +150,15 @@ def _dot(p: Plan, sources, g, dots, rows):
     """Of some rows: sum G v_i, over all but the last 128 channels, into [N, block, 128]."""
     for group in groups(p.sources, DOTS):
 
-        def tile(lanes, sums, group=group):
-            bar = g[rows, lanes].astype(jnp.float32)
-            terms = (bar * sources[i][rows, lanes].astype(jnp.float32) for i in group)
-            return [total + wide(term) for total, term in zip(sums, terms, strict=True)]
+        def turn(slices, sums, group=group):
+            for lanes in slices:
+                bar = g[rows, lanes].astype(jnp.float32)
+                terms = [bar * sources[i][rows, lanes].astype(jnp.float32) for i in group]
+                sums = [total + wide(term) for total, term in zip(sums, terms, strict=True)]
+            return sums
 
         sums = [jnp.zeros((p.rows, LANES), jnp.float32)] * len(group)
-        for i, total in zip(group, over_lanes(p.dim, TILES // len(group), tile, sums), strict=True):
+        for i, total in zip(group, over_lanes(p.dim, TILES // len(group), turn, sums), strict=True):
             dots[i, rows, :] = total
 
 
@@ -170,8 +167,7 @@ def _weigh(p: Plan, count, dots, saved, lse_bar, weights, slopes, shrinks):
 
     def body(rows):
         mine = lane((rows.size, LANES))
-        put = lambda i, c: jnp.where(mine == i, jnp.sum(dots[i, rows, :], axis=1, keepdims=True), c)  # noqa: E731
-        dot = over_sources(p.sources, put, jnp.zeros((rows.size, LANES), jnp.float32))
+        dot = table_of(dots, rows)
         live = mine < (np.int32(p.sources) if count is None else jnp.minimum(count, np.int32(p.sources)))
         kept, weight = saved[rows, :], weights[rows, :]
         logit = jnp.where(live, kept, 0)
@@ -186,7 +182,7 @@ def _weigh(p: Plan, count, dots, saved, lse_bar, weights, slopes, shrinks):
         slope = jnp.where(live, weight * (slope + lse_bar[rows, :]) * rstd, 0)
         slopes[rows, :], shrinks[rows, :] = slope, slope * rstd * logit * np.float32(1 / p.dim)
 
-    _batches(p, body)
+    over_batches(p, body)
 
 
 def _spread(p: Plan, sources, sources_bar, g, gain, gain_bar, tables, count, step, rows):
@@ -194,20 +190,21 @@ def _spread(p: Plan, sources, sources_bar, g, gain, gain_bar, tables, count, ste
     for group in groups(p.sources, SPREAD):
         shares, slopes, shrinks = (columns(table, rows, group) for table in tables)
 
-        def tile(lanes, carry, group=group, of=(shares, slopes, shrinks)):
-            bar, u, total = g[rows, lanes].astype(jnp.float32), gain[:, lanes], None
-            for i, *column in zip(group, *of, strict=True):
-                share, slope, shrink = (x[:, : lanes.size] for x in column)
-                v = sources[i][rows, lanes].astype(jnp.float32)
-                term, v_bar = slope * v, share * bar + slope * u - shrink * v
-                if count is not None:
-                    term, v_bar = (jnp.where(np.int32(i) < count, x, 0) for x in (term, v_bar))
-                sources_bar[i][rows, lanes] = v_bar.astype(p.dtype)
-                total = term if total is None else total + term
-            gain_bar[:, lanes] += fold(_real(p, rows, step, total))
+        def turn(slices, carry, group=group, of=(shares, slopes, shrinks)):
+            for lanes in slices:
+                bar, u, total = g[rows, lanes].astype(jnp.float32), gain[:, lanes], None
+                for i, *column in zip(group, *of, strict=True):
+                    share, slope, shrink = (x[:, : lanes.size] for x in column)
+                    v = sources[i][rows, lanes].astype(jnp.float32)
+                    term, v_bar = slope * v, share * bar + slope * u - shrink * v
+                    if count is not None:
+                        term, v_bar = (jnp.where(np.int32(i) < count, x, 0) for x in (term, v_bar))
+                    sources_bar[i][rows, lanes] = v_bar.astype(p.dtype)
+                    total = term if total is None else total + term
+                gain_bar[:, lanes] += fold(_real(p, rows, step, total))
             return carry
 
-        over_lanes(p.dim, max(1, TILES // 2 // len(group)), tile, np.int32(0))
+        over_lanes(p.dim, TILES // 2 // len(group), turn, np.int32(0))
 
 
 def _real(p: Plan, rows, step, x):

@@ -22,10 +22,11 @@ from ..kernels import MAX_SOURCES, Static
 from .plan import Plan, call, make_plan, read_count, source_operands, tokens, whole
 from .tiles import LANES, columns, groups, lane, over_lanes, over_rows, wide
 
-__all__ = ["forward", "mix_rows", "over_sources", "softmax"]
+__all__ = ["forward", "mix_rows", "over_batches", "softmax", "table_of"]
 
-AT_A_TIME = 8  # sources that share a read of u: two sums each, of two registers, of which there are 64
-TILES = 32  # 128 channels of a source, unrolled in one turn of a loop
+AT_A_TIME = 9  # sources that share a read of u: two sums each, of two registers, of which there are 64
+TILES = 512  # 128 channels of a source, unrolled in one turn of a loop
+TOGETHER = 6
 BATCH = 64  # tokens whose tables are made together
 
 
@@ -81,11 +82,12 @@ def _kernel(p: Plan, eps: float, *refs):
     def finish(rows):
         rstd = norm[rows, :]
 
-        def tile(lanes, carry):
-            out[rows, lanes] = (h_ref[rows, lanes] * rstd[:, : lanes.size] * scale[:, lanes]).astype(out.dtype)
+        def turn(slices, carry):
+            for lanes in slices:
+                out[rows, lanes] = (h_ref[rows, lanes] * rstd[:, : lanes.size] * scale[:, lanes]).astype(out.dtype)
             return carry
 
-        over_lanes(p.dim, TILES, tile, np.int32(0))
+        over_lanes(p.dim, TILES // 4, turn, np.int32(0))
 
     over_rows(p.rows, tiles, finish)
 
@@ -94,60 +96,50 @@ def _measure(p: Plan, sources, gain, squares, products, rows):
     """Of some rows: sum v^2 and sum v u, over all but the last 128 channels, into [N, block, 128]."""
     for group in groups(p.sources, AT_A_TIME):
 
-        def tile(lanes, sums, group=group):
-            u, new = gain[:, lanes], []
-            for i, (square, product) in zip(group, sums, strict=True):
-                v = sources[i][rows, lanes].astype(jnp.float32)
-                new.append((square + wide(v * v), product + wide(v * u)))
-            return new
+        def turn(slices, sums, group=group):
+            for lanes in slices:
+                u, new = gain[:, lanes], []
+                for i, (square, product) in zip(group, sums, strict=True):
+                    v = sources[i][rows, lanes].astype(jnp.float32)
+                    new.append((square + wide(v * v), product + wide(v * u)))
+                sums = new
+            return sums
 
         zero = jnp.zeros((p.rows, LANES), jnp.float32)
-        sums = over_lanes(p.dim, TILES // len(group), tile, [(zero, zero)] * len(group))
+        sums = over_lanes(p.dim, TILES // len(group), turn, [(zero, zero)] * len(group))
         for i, (square, product) in zip(group, sums, strict=True):
             squares[i, rows, :], products[i, rows, :] = square, product
 
 
 def _weigh(p: Plan, eps, count, squares, products, weights, lse, saved):
     """Tables of logits, rstds and weights, and the log-sum-exp, from the sums."""
-    batch = min(BATCH, p.block)
 
-    def tables(rows):
-        mine = lane((batch, LANES))
-
-        def put(i, sums):
-            new = []
-            for table, ref in zip(sums, (squares, products), strict=True):
-                new.append(jnp.where(mine == i, jnp.sum(ref[i, rows, :], axis=1, keepdims=True), table))
-            return tuple(new)
-
-        zero = jnp.zeros((batch, LANES), jnp.float32)
-        square, product = over_sources(p.sources, put, (zero, zero))
+    def body(rows):
+        square, product = table_of(squares, rows), table_of(products, rows)
         rstd = lax.rsqrt(square * np.float32(1 / p.dim) + np.float32(eps))
+        mine = lane(rstd.shape)
         live = mine < (np.int32(p.sources) if count is None else jnp.minimum(count, np.int32(p.sources)))
         logit = jnp.where(live, product * rstd, -jnp.inf)
         weights[rows, :], lse[rows, :] = softmax(logit)
         saved[rows, :] = jnp.where(mine < MAX_SOURCES, logit, pltpu.roll(rstd, MAX_SOURCES, 1))
 
-    over_rows(batch, p.block // batch, tables)
+    over_batches(p, body)
 
 
-def over_sources(n: int, body, carry):
-    """carry = body(i, carry) for every source, eight in a row without a loop."""
-    if n <= 8:
-        for i in range(n):
-            carry = body(i, carry)
-        return carry
-    whole = n - n % 8
+def over_batches(p: Plan, body):
+    """body(rows) for rows of tables, so many at a time as hide each other's latency and are not too much code."""
+    batch = p.rows
+    while 2 * batch <= min(BATCH, p.block) and 2 * batch * p.sources <= 2048:
+        batch *= 2
+    over_rows(batch, p.block // batch, body)
 
-    def turn(g, carry):
-        for k in range(8):
-            carry = body(g * np.int32(8) + np.int32(k), carry)
-        return carry
 
-    carry = lax.fori_loop(np.int32(0), np.int32(n // 8), turn, carry)
-    for i in range(whole, n):
-        carry = body(i, carry)
-    return carry
+def table_of(sums, rows) -> jax.Array:
+    """[rows, 128] with the sum across lanes of sums [N, block, 128] in lane i."""
+    mine, table = lane((rows.size, LANES)), jnp.zeros((rows.size, LANES), jnp.float32)
+    for i in range(sums.shape[0]):
+        table = jnp.where(mine == i, jnp.sum(sums[i, rows, :], axis=1, keepdims=True), table)
+    return table
 
 
 def softmax(logit) -> tuple[jax.Array, jax.Array]:
@@ -163,13 +155,18 @@ def mix_rows(p: Plan, sources, weights, count, rows, put, carry):
     """carry = put(rows, lanes, sum_i a_i v_i, carry) for all channels of some rows."""
     shares = columns(weights, rows, range(p.sources))
 
-    def tile(lanes, carry):
-        total = None
-        for i, share in enumerate(shares):
-            term = share[:, : lanes.size] * sources[i][rows, lanes].astype(jnp.float32)
-            if count is not None and i > 0:  # the first row's weight is NaN where no row is live
-                term = jnp.where(np.int32(i) < count, term, 0)
-            total = term if total is None else total + term  # not from 0: a lone -0.0 stays what it is
-        return put(rows, lanes, total, carry)
+    def turn(slices, carry):
+        for some in groups(len(slices), TOGETHER):
+            lanes = [slices[k] for k in some]
+            totals = [None] * len(lanes)
+            for i, share in enumerate(shares):
+                for k, at in enumerate(lanes):
+                    term = share[:, : at.size] * sources[i][rows, at].astype(jnp.float32)
+                    if count is not None and i > 0:  # the first row's weight is NaN where no row is live
+                        term = jnp.where(np.int32(i) < count, term, 0)
+                    totals[k] = term if i == 0 else totals[k] + term  # not from 0: a lone -0.0 stays what it is
+            for at, total in zip(lanes, totals, strict=True):
+                carry = put(rows, at, total, carry)
+        return carry
 
-    return over_lanes(p.dim, max(1, TILES // p.sources), tile, carry)
+    return over_lanes(p.dim, max(TOGETHER, TILES // p.sources), turn, carry)

@@ -16,7 +16,7 @@ __all__ = ["ZERO", "Plan", "call", "make_plan", "read_count", "source_operands",
 
 ZERO = np.int32(0)  # for index maps: under enable_x64 a bare 0 would be an int64, which Mosaic refuses
 VMEM_LIMIT = 48 << 20  # of 64 MiB and more on every generation served; the defaults are 16 and 32
-WANTED = 12 << 20  # of all blocks together, so that a kernel leaves XLA room for its own
+WANTED = 24 << 20  # of all blocks together, so that a kernel leaves XLA room for its own
 ENOUGH = 64  # tokens, for which the latency of a step hides behind its transfers
 MOST = 128
 

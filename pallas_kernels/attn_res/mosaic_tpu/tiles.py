@@ -30,26 +30,21 @@ def over_rows(rows: int, count, body: Callable) -> None:
 
 
 def over_lanes(dim: int, most: int, body: Callable, carry):
-    """carry = body(pl.ds of lanes, carry) over all channels, 128 at a time, the last less; `most` times per turn."""
-    whole, rest = divmod(dim, LANES)
-    step = max((n for n in range(1, most + 1) if whole % n == 0), default=1)
-    step = step if 2 * step > most or whole <= most else min(most, whole)
-    turns = whole // step if whole else 0
-
-    def tile(start, carry):
-        return body(pl.ds(start, LANES), carry)
-
-    def turn(c, carry):
-        for k in range(step):
-            carry = tile(pl.multiple_of(c * np.int32(step * LANES) + np.int32(k * LANES), LANES), carry)
-        return carry
-
+    """carry = body(slices, carry) over all channels, with at most `most` slices of 128 at a time; the last is the rest."""
+    full, rest = divmod(dim, LANES)
+    step = max(n for n in range(1, most + 1) if n == 1 or full % n == 0)
+    step = step if 2 * step > most else most
+    turns = full // step
     if turns > 1:
+
+        def turn(c, carry):
+            starts = (pl.multiple_of((c * np.int32(step) + np.int32(k)) * np.int32(LANES), LANES) for k in range(step))
+            return body([pl.ds(start, LANES) for start in starts], carry)
+
         carry = lax.fori_loop(np.int32(0), np.int32(turns), turn, carry)
-    start = turns * step if turns > 1 else 0
-    for k in range(start, whole):
-        carry = tile(k * LANES, carry)
-    return body(pl.ds(whole * LANES, rest), carry) if rest else carry
+    left = range(turns * step if turns > 1 else 0, full)
+    slices = [pl.ds(k * LANES, LANES) for k in left] + ([pl.ds(full * LANES, rest)] if rest else [])
+    return body(slices, carry) if slices else carry
 
 
 def groups(n: int, most: int) -> list[range]:
