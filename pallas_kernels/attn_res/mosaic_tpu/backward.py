@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..kernels import MAX_SOURCES, Static
 from .forward import TILES, mix_rows, over_batches, softmax, table_of
 from .plan import ZERO, Plan, call, make_plan, read_count, source_operands, tokens, whole
-from .tiles import LANES, columns, fold, groups, lane, over_lanes, over_rows, wide
+from .tiles import LANES, columns, fold, groups, lane, over_lanes, wide
 
 __all__ = ["backward"]
 
@@ -58,8 +58,8 @@ def backward(static: Static, sources, gain, output_scale, count, saved, mixture_
     if p.scaled:
         scratch += [pltpu.VMEM((p.block, p.dim), jnp.float32)] * 2 + [table, table]
     results = call(
-        partial(_kernel, p, static.eps, turns, not isinstance(sources, tuple)), "attn_res_backward", p, (parts, turns), ("parallel", "arbitrary"), count,
-        operands, in_specs, out_shape, out_specs, scratch,
+        partial(_kernel, p, static.eps, turns, not isinstance(sources, tuple)), "attn_res_backward", p, (parts, turns),
+        ("parallel", "arbitrary"), count, operands, in_specs, out_shape, out_specs, scratch,
     )  # fmt: skip
     sums = [jnp.sum(x, axis=(0, 1)) for x in results[len(results) - len(vectors) :]]
     sources_bar = tuple(results[: p.sources]) if isinstance(sources, tuple) else results[0]
@@ -78,7 +78,7 @@ def _kernel(p: Plan, eps: float, turns: int, buffer: bool, *refs):
     dots, weights, slopes, shrinks, *again = refs
     part, turn = pl.program_id(0), pl.program_id(1)
     step = part * np.int32(turns) + turn
-    tiles = p.live_tiles(step)
+    over_tiles = partial(p.over_tiles, step)
 
     @pl.when(turn == 0)
     def _():
@@ -91,11 +91,12 @@ def _kernel(p: Plan, eps: float, turns: int, buffer: bool, *refs):
         g = mixture_bar
         if p.scaled:
             g = again[1]
-            _behind_norm(p, eps, sources, weights, count, mixture_bar, scale, scale_bar, tiles, step, *again)
-        over_rows(p.rows, tiles, partial(_dot, p, sources, g, dots))
+            again_by = partial(mix_rows, p, sources, weights, count)
+            _behind_norm(p, eps, again_by, mixture_bar, scale, scale_bar, step, *again)
+        over_tiles(partial(_dot, p, sources, g, dots))
         _weigh(p, count, dots, saved, lse_bar, weights, slopes, shrinks)
         tables = weights, slopes, shrinks
-        over_rows(p.rows, tiles, partial(_spread, p, sources, sources_bar, g, gain, gain_bar, tables, count, step))
+        over_tiles(partial(_spread, p, sources, sources_bar, g, gain, gain_bar, tables, count, step))
 
 
 def _tables(p: Plan, saved, weights):
@@ -111,7 +112,7 @@ def _logits(saved):
     return jnp.where(lane(saved.shape) < MAX_SOURCES, saved, -jnp.inf)
 
 
-def _behind_norm(p, eps, sources, weights, count, mixture_bar, scale, scale_bar, tiles, step, h_ref, g_ref, rstds, means):
+def _behind_norm(p: Plan, eps, mix_into, mixture_bar, scale, scale_bar, step, h_ref, g_ref, rstds, means):
     """The cotangent of h, from that of h * rstd * scale, into g_ref, and the gradient of scale."""
 
     def keep(rows, lanes, h, sums):
@@ -122,9 +123,9 @@ def _behind_norm(p, eps, sources, weights, count, mixture_bar, scale, scale_bar,
 
     def mix(rows):
         zero = jnp.zeros((p.rows, LANES), jnp.float32)
-        rstds[rows, :], means[rows, :] = mix_rows(p, sources, weights, count, rows, keep, (zero, zero))
+        rstds[rows, :], means[rows, :] = mix_into(rows, keep, (zero, zero))
 
-    over_rows(p.rows, tiles, mix)
+    p.over_tiles(step, mix)
     across = lambda ref: jnp.sum(ref[...], axis=1, keepdims=True) * np.float32(1 / p.dim)  # noqa: E731
     rstd = lax.rsqrt(across(rstds) + np.float32(eps))
     means[...] = jnp.broadcast_to(across(means) * rstd, means.shape)
@@ -143,7 +144,7 @@ def _behind_norm(p, eps, sources, weights, count, mixture_bar, scale, scale_bar,
 
         over_lanes(p.dim, TILES // 4, turn, np.int32(0))
 
-    over_rows(p.rows, tiles, finish)
+    p.over_tiles(step, finish)
 
 
 def _dot(p: Plan, sources, g, dots, rows):

@@ -54,9 +54,9 @@ def _kernel(p: Plan, eps: float, *refs):
     sources, (gain, *refs) = refs[: p.sources], refs[p.sources :]
     scale, refs = (refs[0], refs[1:]) if p.scaled else (None, refs)
     out, lse, saved, squares, products, weights, *mixed = refs
-    tiles = p.live_tiles(pl.program_id(0))
+    over_tiles = partial(p.over_tiles, pl.program_id(0))
 
-    over_rows(p.rows, tiles, partial(_measure, p, sources, gain, squares, products))
+    over_tiles(partial(_measure, p, sources, gain, squares, products))
     _weigh(p, eps, count, squares, products, weights, lse, saved)
     if not p.scaled:
 
@@ -64,7 +64,7 @@ def _kernel(p: Plan, eps: float, *refs):
             out[rows, lanes] = h.astype(out.dtype)
             return carry
 
-        over_rows(p.rows, tiles, lambda rows: mix_rows(p, sources, weights, count, rows, put, 0))
+        over_tiles(lambda rows: mix_rows(p, sources, weights, count, rows, put, 0))
         return
     h_ref, norm = mixed
 
@@ -75,7 +75,7 @@ def _kernel(p: Plan, eps: float, *refs):
     def mix(rows):
         norm[rows, :] = mix_rows(p, sources, weights, count, rows, keep, jnp.zeros((p.rows, LANES), jnp.float32))
 
-    over_rows(p.rows, tiles, mix)
+    over_tiles(mix)
     mean = jnp.sum(norm[...], axis=1, keepdims=True) * np.float32(1 / p.dim)
     norm[...] = jnp.broadcast_to(lax.rsqrt(mean + np.float32(eps)), norm.shape)
 
@@ -89,7 +89,7 @@ def _kernel(p: Plan, eps: float, *refs):
 
         over_lanes(p.dim, TILES // 4, turn, np.int32(0))
 
-    over_rows(p.rows, tiles, finish)
+    over_tiles(finish)
 
 
 def _measure(p: Plan, sources, gain, squares, products, rows):

@@ -9,16 +9,15 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..kernels import MAX_SOURCES
-from .tiles import LANES
+from .tiles import LANES, over_rows
 
 __all__ = ["ZERO", "Plan", "call", "make_plan", "read_count", "source_operands", "tokens", "whole"]
 
 ZERO = np.int32(0)  # for index maps: under enable_x64 a bare 0 would be an int64, which Mosaic refuses
 VMEM_LIMIT = 48 << 20  # of 64 MiB and more on every generation served; the defaults are 16 and 32
-WANTED = 24 << 20  # of all blocks together, so that a kernel leaves XLA room for its own
-ENOUGH = 64  # tokens, for which the latency of a step hides behind its transfers
+WANTED = 24 << 20  # of all blocks together: 64 tokens of 9 sources of 7168 channels
 MOST = 128
+PAIRED = 32768  # channels of all sources of a token, up to which two register tiles at a time are not too much code
 
 
 class Plan(NamedTuple):
@@ -35,32 +34,34 @@ class Plan(NamedTuple):
     def steps(self) -> int:
         return -(-self.tokens // self.block)
 
+    def over_tiles(self, step, body: Callable) -> None:
+        """body(rows) for every register tile of a step that has tokens."""
+        if self.tokens % self.block == 0:
+            tiles = self.block // self.rows
+        else:
+            left = np.int32(self.tokens + self.rows - 1) - step * np.int32(self.block)
+            tiles = jnp.minimum(np.int32(self.block // self.rows), left // np.int32(self.rows))
+        over_rows(self.rows, tiles, body, pairs=self.sources * self.dim <= PAIRED)
+
     @property
     def ragged(self) -> bool:
         """Whether a register tile has rows past the last token, whose memory may hold anything."""
         return self.tokens % self.rows != 0
 
-    def live_tiles(self, step) -> jax.Array | int:
-        """Register tiles of a step that have tokens."""
-        if self.tokens % self.block == 0:
-            return self.block // self.rows
-        left = np.int32(self.tokens + self.rows - 1) - step * np.int32(self.block)
-        return jnp.minimum(np.int32(self.block // self.rows), left // np.int32(self.rows))
-
 
 def make_plan(sources, scaled: bool, counted: bool, *, backward: bool) -> Plan | None:
     """The plan of a call on flat tokens; None if not even the smallest block fits. Arrays may be shapes."""
     N = len(sources) if isinstance(sources, tuple) else sources.shape[0]
-    *tokens, dim = (sources[0] if isinstance(sources, tuple) else jax.ShapeDtypeStruct(sources.shape[1:], sources.dtype)).shape
+    *tokens, dim = sources[0].shape if isinstance(sources, tuple) else sources.shape[1:]
     dtype = jax.tree.leaves(sources)[0].dtype
-    rows = 32 // dtype.itemsize
+    rows = 32 // dtype.itemsize  # 8 of float32, 16 of bfloat16
     M = int(np.prod(tokens, dtype=np.int64))
     plan = Plan(N, M, dim, dtype, rows, rows, counted, scaled)
     if _vmem(plan, backward) > VMEM_LIMIT - (2 << 20):
         return None
     for block in (b for b in (MOST, 64, 32, 16, 8) if b > rows):
         bigger = plan._replace(block=block)
-        bound = WANTED if block > 32 else VMEM_LIMIT - (8 << 20)
+        bound = WANTED if block > 32 else VMEM_LIMIT - (8 << 20)  # with few tokens a step's latency shows
         if block < 2 * M and _vmem(bigger, backward) <= bound:
             return bigger
     return plan

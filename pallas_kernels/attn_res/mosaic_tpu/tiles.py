@@ -19,18 +19,23 @@ __all__ = ["LANES", "columns", "fold", "groups", "lane", "over_lanes", "over_row
 LANES = 128
 
 
-def over_rows(rows: int, count, body: Callable) -> None:
-    """body(pl.ds of `rows` rows) for the first `count` of them, a python int or a traced number."""
+def over_rows(rows: int, count, body: Callable, *, pairs: bool = False) -> None:
+    """body(pl.ds of `rows` rows) for the first `count` of them, a python int or a traced number.
 
-    def turn(r, _):
+    pairs: two at a time, so that one's sums across lanes run beside the other's arithmetic.
+    """
+
+    def turn(r, carry):
         body(pl.ds(pl.multiple_of(r * np.int32(rows), rows), rows))
-        return np.int32(0)
+        return carry
 
-    lax.fori_loop(np.int32(0), jnp.int32(count), turn, np.int32(0))
+    known = isinstance(count, int)
+    unroll = 2 if pairs and known and count % 2 == 0 else 1
+    lax.fori_loop(np.int32(0), np.int32(count) if known else count, turn, np.int32(0), unroll=unroll)
 
 
 def over_lanes(dim: int, most: int, body: Callable, carry):
-    """carry = body(slices, carry) over all channels, with at most `most` slices of 128 at a time; the last is the rest."""
+    """carry = body(slices, carry) over all channels: at most `most` slices of 128 at a time, the last with the rest."""
     full, rest = divmod(dim, LANES)
     step = max(n for n in range(1, most + 1) if n == 1 or full % n == 0)
     step = step if 2 * step > most else most
