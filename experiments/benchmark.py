@@ -4,9 +4,11 @@
     python -m experiments.benchmark --suite=kda_gpu     # our kernels and XLA path against fla (and its figures)
     python -m experiments.benchmark --suite=attn_res    # attn_res against its plain reference
     python -m experiments.benchmark --suite=tpu_schedule    # the TPU kernels as their compiler sees them; needs no TPU
+    python -m experiments.benchmark --suite=tpu_schedule_attn_res    # those of attn_res
 
-All but the last run on the default device, whatever it is, and say so in the file. kda_gpu writes after every case, and
-keeps what the file has of others: --cases=B1-H32-T8192,decode-B1-H32 --implementations=mosaic_gpu measure parts of it.
+All but the last two run on the default device, whatever it is, and say so in the file. kda_gpu writes after every
+case, and keeps what the file has of others: --cases=B1-H32-T8192,decode-B1-H32 --implementations=mosaic_gpu measure
+parts of it.
 """
 
 import json
@@ -20,11 +22,13 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import benchmark_kda_gpu, tpu_schedule
+from experiments import benchmark_kda_gpu, tpu_schedule, tpu_schedule_attn_res
 from experiments.benchmark_kda_gpu import CASES, IMPLEMENTATIONS
 from experiments.benchmark_suites import SUITES, versions
 
-_COMPILED = {"tpu_schedule": tpu_schedule.measure}  # nothing runs, nothing is timed
+# Nothing runs, nothing is timed.
+_SCHEDULES = {"tpu_schedule": tpu_schedule, "tpu_schedule_attn_res": tpu_schedule_attn_res}
+_COMPILED = {name: module.measure for name, module in _SCHEDULES.items()}
 _BY_CASE = {"kda_gpu": benchmark_kda_gpu.kda_gpu}
 _ALL = SUITES | _BY_CASE | _COMPILED
 _SUITE = flags.DEFINE_enum("suite", None, [*_ALL], "What to measure.", required=True)
@@ -72,7 +76,7 @@ def card() -> str:
 def table(result: Mapping[str, Any]) -> str:
     """A few lines for a person: medians, ratios beside what they should be, compile time."""
     if result["suite"] in _COMPILED:
-        return tpu_schedule.table(result)
+        return _SCHEDULES[result["suite"]].table(result)
     lines = [f"{result['suite']} on {result['card']}, {', '.join(f'{k}={v}' for k, v in result['case'].items())}"]
     lines += [f"  {name:36}{ms['median']:12.3f} ms{_aim(ms)}" for name, ms in result["ms"].items()]
     lines += [f"  {name}: {ratio['value']:.2f}x{_aim(ratio)}" for name, ratio in result["ratios"].items()]

@@ -174,12 +174,8 @@ def _weigh(p: Plan, count, dots, saved, lse_bar, weights, slopes, shrinks):
         logit = jnp.where(live, kept, 0)
         rstd = jnp.where(live, pltpu.roll(kept, MAX_SOURCES, 1), 0)
         dot = jnp.where(live, dot, 0)
+        # Of a lone source exactly 0: its weight is 1, and nothing but zeros is added to its own dot.
         slope = dot - jnp.sum(jnp.where(live, weight * dot, 0), axis=1, keepdims=True)
-        # A lone source keeps weight 1 whatever its logit: exactly 0 through the mixture, however the two sums round.
-        if p.sources == 1:
-            slope = jnp.zeros_like(slope)
-        elif count is not None:
-            slope = jnp.where(count == 1, 0, slope)
         slope = jnp.where(live, weight * (slope + lse_bar[rows, :]) * rstd, 0)
         slopes[rows, :], shrinks[rows, :] = slope, slope * rstd * logit * np.float32(1 / p.dim)
 
