@@ -23,7 +23,7 @@ from pallas_kernels.attn_res.kernels import mix_by
 
 __all__ = ["MIXES", "Mix", "find_mix", "measure", "mix_forward", "mix_training", "table"]
 
-PROFILED = 2048  # tokens
+PROFILED = 1024  # tokens
 
 
 class Mix(NamedTuple):

@@ -3,14 +3,22 @@
 import importlib.util
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.tpu_aot import GENERATIONS, compile_for
 from experiments.tpu_schedule_attn_res import Mix, find_mix
+from pallas_kernels.attn_res import mosaic_tpu
+from pallas_kernels.attn_res.inputs import check_inputs
+from pallas_kernels.attn_res.kernels import mix_by
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="compiling for TPU needs libtpu (pip install libtpu)"
 )
+HERE = "tests.pallas_kernels.test_attn_res_tpu_compile"
 
 
 class Call(NamedTuple):
@@ -36,7 +44,8 @@ BY_DEFAULT = [
     Call("v5p", Mix("many", 64, 512, M=1024, buffer=True)),
 ]
 OTHERS = [Call(g, call.mix) for g in GENERATIONS for call in BY_DEFAULT if g != call.generation]
-CALLS = [pytest.param(call, id=call.id) for call in BY_DEFAULT]
+SLOW = ("kimi_k3-9-normed", "many")
+CALLS = [pytest.param(call, id=call.id, marks=pytest.mark.slow if call.mix.name in SLOW else ()) for call in BY_DEFAULT]
 CALLS += [pytest.param(call, id=call.id, marks=pytest.mark.exhaustive) for call in OTHERS]
 
 
@@ -68,3 +77,35 @@ def test_a_mixture_alone(generation):
     )
     assert set(compiled.kernels) == {"attn_res_forward"}
     assert compiled.kernels["attn_res_forward"].grid == (64,)
+
+
+def test_under_enable_x64():
+    """Where python ints are int64, which Mosaic knows nothing of. A buffer with a traced int64 count, odd tokens."""
+    compiled = compile_for(f"{HERE}:wide_program", {}, "v6e", profile=False)
+    assert set(compiled.kernels) == {"attn_res_forward", "attn_res_backward"}
+
+
+def test_a_mesh_moves_only_the_vectors_gradients():
+    """Tokens over four devices on Explicit axes, under plain jit."""
+    compiled = compile_for(
+        f"{HERE}:program_on_mesh", {}, "v5e", mesh={"data": 2, "tensor": 2}, mesh_axes="explicit", profile=False
+    )
+    assert set(compiled.kernels) == {"attn_res_forward", "attn_res_backward"}
+    assert set(compiled.collectives) == {"all-reduce"} and compiled.collectives["all-reduce"] <= 2 * 256 * 4
+
+
+def _loss(sources, query, count=None):
+    inputs = check_inputs(sources, query, output_scale=query, count=count)
+    return jnp.sum(mix_by(mosaic_tpu.MACHINE, inputs, False).astype(jnp.float32) ** 2)
+
+
+def wide_program():
+    jax.config.update("jax_enable_x64", True)  # of the process that compiles
+    shapes = ((4, 1001, 256), jnp.bfloat16), ((256,), jnp.float32), ((), jnp.int64)
+    return jax.jit(jax.grad(_loss, argnums=(0, 1))), tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+
+def program_on_mesh(mesh):
+    source = jax.ShapeDtypeStruct((4, 512, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("data", "tensor", None)))
+    query = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    return jax.jit(jax.grad(_loss, argnums=(0, 1))), ((source,) * 3, query)

@@ -70,7 +70,7 @@ def _kernel(p: Plan, eps: float, turns: int, buffer: bool, *refs):
     count, refs = read_count(p, refs)
     sources, (mixture_bar, lse_bar, saved, gain, *refs) = refs[: p.sources], refs[p.sources :]
     scale, refs = (refs[0], refs[1:]) if p.scaled else (None, refs)
-    sources_bar, refs = ([refs[0].at[i] for i in range(p.sources)], refs[1:]) if buffer else (
+    sources_bar, refs = ([refs[0].at[np.int32(i)] for i in range(p.sources)], refs[1:]) if buffer else (
         refs[: p.sources], refs[p.sources :],
     )  # fmt: skip
     gain_bar, refs = refs[0], refs[1:]
@@ -172,7 +172,7 @@ def _weigh(p: Plan, count, dots, saved, lse_bar, weights, slopes, shrinks):
         live = mine < (np.int32(p.sources) if count is None else jnp.minimum(count, np.int32(p.sources)))
         kept, weight = saved[rows, :], weights[rows, :]
         logit = jnp.where(live, kept, 0)
-        rstd = jnp.where(live, pltpu.roll(kept, MAX_SOURCES, 1), 0)
+        rstd = jnp.where(live, pltpu.roll(kept, np.int32(MAX_SOURCES), 1), 0)
         dot = jnp.where(live, dot, 0)
         # Of a lone source exactly 0: its weight is 1, and nothing but zeros is added to its own dot.
         slope = dot - jnp.sum(jnp.where(live, weight * dot, 0), axis=1, keepdims=True)

@@ -121,7 +121,7 @@ def _weigh(p: Plan, eps, count, squares, products, weights, lse, saved):
         live = mine < (np.int32(p.sources) if count is None else jnp.minimum(count, np.int32(p.sources)))
         logit = jnp.where(live, product * rstd, -jnp.inf)
         weights[rows, :], lse[rows, :] = softmax(logit)
-        saved[rows, :] = jnp.where(mine < MAX_SOURCES, logit, pltpu.roll(rstd, MAX_SOURCES, 1))
+        saved[rows, :] = jnp.where(mine < MAX_SOURCES, logit, pltpu.roll(rstd, np.int32(MAX_SOURCES), 1))
 
     over_batches(p, body)
 

@@ -25,13 +25,15 @@ def over_rows(rows: int, count, body: Callable, *, pairs: bool = False) -> None:
     pairs: two at a time, so that one's sums across lanes run beside the other's arithmetic.
     """
 
-    def turn(r, carry):
-        body(pl.ds(pl.multiple_of(r * np.int32(rows), rows), rows))
-        return carry
+    step = 2 if pairs and isinstance(count, int) and count % 2 == 0 else 1
+    turns = count // step if isinstance(count, int) else count
 
-    known = isinstance(count, int)
-    unroll = 2 if pairs and known and count % 2 == 0 else 1
-    lax.fori_loop(np.int32(0), np.int32(count) if known else count, turn, np.int32(0), unroll=unroll)
+    def turn(r, _):
+        for k in range(step):
+            body(pl.ds(pl.multiple_of((r * np.int32(step) + np.int32(k)) * np.int32(rows), rows), rows))
+
+    # Bounds that jax takes for traced: with static ones the index would be an int64 under enable_x64.
+    lax.fori_loop(jnp.int32(0), jnp.int32(turns), turn, None)
 
 
 def over_lanes(dim: int, most: int, body: Callable, carry):
@@ -46,7 +48,7 @@ def over_lanes(dim: int, most: int, body: Callable, carry):
             starts = (pl.multiple_of((c * np.int32(step) + np.int32(k)) * np.int32(LANES), LANES) for k in range(step))
             return body([pl.ds(start, LANES) for start in starts], carry)
 
-        carry = lax.fori_loop(np.int32(0), np.int32(turns), turn, carry)
+        carry = lax.fori_loop(jnp.int32(0), jnp.int32(turns), turn, carry)
     left = range(turns * step if turns > 1 else 0, full)
     slices = [pl.ds(k * LANES, LANES) for k in left] + ([pl.ds(full * LANES, rest)] if rest else [])
     return body(slices, carry) if slices else carry
