@@ -24,9 +24,9 @@ from .tiles import LANES, columns, groups, lane, over_lanes, over_rows, wide
 
 __all__ = ["forward", "mix_rows", "over_batches", "softmax", "table_of"]
 
-AT_A_TIME = 9  # sources that share a read of u: two sums each, of two registers, of which there are 64
-TILES = 512  # 128 channels of a source, unrolled in one turn of a loop
-TOGETHER = 6
+AT_A_TIME = 9  # sources that share a read of u: two sums each, of one or two registers, of which there are 64
+TILES = 512  # 128 channels of a source each, without a loop: every turn of one costs its latency
+TOGETHER = 6  # tiles of the mixture that share a read of a weight
 BATCH = 64  # tokens whose tables are made together
 
 
