@@ -4,8 +4,9 @@
     python -m experiments.benchmark --suite=kda_gpu     # our kernels and XLA path against fla (and its figures)
     python -m experiments.benchmark --suite=attn_res    # attn_res by kernel and XLA, against fla, and a plain copy
     python -m experiments.benchmark --suite=tpu_schedule    # the TPU kernels as their compiler sees them; needs no TPU
+    python -m experiments.benchmark --suite=tpu_schedule_attn_res    # those of attn_res
 
-All but the last run on the default device, whatever it is, and say so in the file. kda_gpu and attn_res write after
+All but the last two run on the default device, whatever it is, and say so in the file. kda_gpu and attn_res write after
 every case, and keep what the file has of others: --cases=B1-H32-T8192,decode-B1-H32 --implementations=mosaic_gpu
 measure parts.
 """
@@ -21,10 +22,12 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import benchmark_attn_res, benchmark_kda_gpu, gpu_timing, tpu_schedule
+from experiments import benchmark_attn_res, benchmark_kda_gpu, gpu_timing, tpu_schedule, tpu_schedule_attn_res
 from experiments.benchmark_suites import SUITES, versions
 
-_COMPILED = {"tpu_schedule": tpu_schedule.measure}  # nothing runs, nothing is timed
+# Nothing runs, nothing is timed.
+_SCHEDULES = {"tpu_schedule": tpu_schedule, "tpu_schedule_attn_res": tpu_schedule_attn_res}
+_COMPILED = {name: module.measure for name, module in _SCHEDULES.items()}
 _BY_CASE = {"kda_gpu": benchmark_kda_gpu, "attn_res": benchmark_attn_res}
 _ALL = SUITES | _COMPILED | {"kda_gpu": benchmark_kda_gpu.kda_gpu, "attn_res": benchmark_attn_res.attn_res_suite}
 _PARTS = "; ".join(f"{suite}: {', '.join(c.name for c in module.CASES)}" for suite, module in _BY_CASE.items())
@@ -72,7 +75,7 @@ def card() -> str:
 def table(result: Mapping[str, Any]) -> str:
     """A few lines for a person: medians, ratios beside what they should be, compile time."""
     if result["suite"] in _COMPILED:
-        return tpu_schedule.table(result)
+        return _SCHEDULES[result["suite"]].table(result)
     lines = [f"{result['suite']} on {result['card']}, {', '.join(f'{k}={v}' for k, v in result['case'].items())}"]
     lines += [f"  {name:36}{ms['median']:12.3f} ms{_speed(ms)}{_aim(ms)}" for name, ms in result["ms"].items()]
     lines += [f"  {name}: {ratio['value']:.2f}x{_aim(ratio)}" for name, ratio in result["ratios"].items()]
