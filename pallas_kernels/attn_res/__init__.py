@@ -3,17 +3,25 @@
 Public names: `attn_res`, `attn_res_reference`, `backend_of`.
 """
 
+from functools import partial
+
 import jax
 
-from .inputs import check_inputs
+from ..machine import BACKENDS, PLATFORMS, Target, choose, hopper_limits, tpu_limits
+from . import mosaic_gpu, mosaic_tpu
+from .inputs import Inputs, check_inputs
+from .kernels import mix_by
 from .reference import attn_res_reference, mix_plainly
 from .xla import mix_xla
 
 __all__ = ["attn_res", "attn_res_reference", "backend_of"]
 
-_MIXES = {"reference": mix_plainly, "xla": mix_xla}
-_BACKENDS = ("auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu")
-_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+_MIXES = {
+    "reference": mix_plainly,
+    "xla": mix_xla,
+    "mosaic_tpu": partial(mix_by, mosaic_tpu.MACHINE),
+    "mosaic_gpu": partial(mix_by, mosaic_gpu.MACHINE),
+}
 
 
 def attn_res(
@@ -52,7 +60,8 @@ def attn_res(
         (a sub-layer's PreNorm, fused); None applies no norm.
       eps: a Python number >= 0, added to the mean square.
       return_lse: also return the log-sum-exp of the scores.
-      backend: "auto", "reference" or "xla". "mosaic_tpu" and "mosaic_gpu" are not available.
+      backend: "auto", "reference", "xla", "mosaic_tpu" or "mosaic_gpu" (its kernels for TPU and for NVIDIA Hopper,
+        which "auto" takes there where they serve the call). The results agree to rounding.
 
     Returns:
       The mixture `[..., D]` in the sources' dtype, or with `return_lse` the pair (mixture, lse), lse `[...]` in
@@ -68,10 +77,10 @@ def attn_res(
     Raises:
       ValueError: before anything is traced: no sources, sources that differ in shape or dtype, a vector that is not
         `[D]`, a count with a sequence or outside of the buffer, a negative eps, an unknown backend.
-      NotImplementedError: a backend that does not serve this operation.
+      NotImplementedError: a named kernel that cannot serve the call, saying why.
     """
     inputs = check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
-    return _MIXES[_choose(backend)](inputs, return_lse)
+    return _MIXES[_choose(backend, inputs)](inputs, return_lse)
 
 
 def backend_of(
@@ -88,21 +97,23 @@ def backend_of(
 ) -> str:
     """The backend that `attn_res` would run for these arguments (arrays or `jax.ShapeDtypeStruct`), without running it.
 
-    platform names another machine ("cpu", "gpu", "tpu"), None this one; the answer is the same on all of them. Raises
-    what `attn_res` would raise, and ValueError for an unknown platform.
+    platform names another machine ("cpu", "gpu", "tpu", of a kind that the kernels are built for); None is the abstract
+    mesh's device, else this machine's. Raises what `attn_res` would raise, and ValueError for an unknown platform.
     """
     del return_lse
-    if platform not in (None, *_PLATFORMS):
-        raise ValueError(f"platform={platform!r}; allowed are None, {', '.join(map(repr, _PLATFORMS))}")
-    check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
-    return _choose(backend)
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform={platform!r}; allowed are {', '.join(map(repr, PLATFORMS))}")
+    inputs = check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
+    return _choose(backend, inputs, platform)
 
 
-def _choose(backend: str) -> str:
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r}; allowed are {', '.join(map(repr, _BACKENDS))}")
-    if backend == "auto":
-        return "xla"
-    if backend not in _MIXES:
-        raise NotImplementedError(f"backend={backend!r} has no attn_res kernel; backend='xla' serves these inputs")
-    return backend
+def _choose(backend: str, inputs: Inputs, platform: str | None = None) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}; allowed are {', '.join(map(repr, BACKENDS))}")
+    return choose("attn_res", backend, partial(_limits, inputs), platform)
+
+
+def _limits(inputs: Inputs, kernels: str, machine: Target) -> str | None:
+    if kernels == "mosaic_tpu":
+        return tpu_limits(machine) or mosaic_tpu.tpu_limits(inputs)
+    return hopper_limits(machine) or mosaic_gpu.gpu_limits(inputs)

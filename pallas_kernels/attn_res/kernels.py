@@ -37,11 +37,11 @@ class Machine(NamedTuple):
 def mix_by(machine: Machine, inputs: Inputs, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The mix of `inputs` by a machine's kernels, each device working on its own tokens."""
     sources, count = inputs.sources, inputs.count
-    if isinstance(count, int):
-        sources, count = sources[:count], None
-    lone = len(sources) == 1 and count is None
-    if lone and inputs.output_scale is None and not return_lse:
-        return sources[0]  # the softmax over one source is 1, whatever the query
+    if len(sources) == 1 or (isinstance(count, int) and count == 1):
+        if inputs.output_scale is None and not return_lse:
+            return sources[0]  # the softmax over one source is 1, whatever the query
+    if isinstance(count, int):  # dead rows cost a kernel little, a copy of the others would cost as much as the mix
+        count = jnp.int32(count) if count < len(sources) else None
     gain = inputs.query.astype(jnp.float32)
     if inputs.key_scale is not None:
         gain = gain * inputs.key_scale.astype(jnp.float32)

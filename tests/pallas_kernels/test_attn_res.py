@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attn_res import attn_res, attn_res_reference
+from tests.pallas_kernels.attn_res_support import as_form, make_problem, value_and_grads
 from tests.support import (
     BF16_FORWARD,
     BF16_GRADIENT,
@@ -25,53 +26,6 @@ from tests.support import (
 BACKENDS = ("reference", "xla")
 FORMS = ("sequence", "buffer")
 GOLDEN_NAMES = sorted(path.stem for path in (GOLDEN / "attnres_ops").glob("*.npz"))
-
-
-class Problem(NamedTuple):
-    sources: np.ndarray  # [N, ..., D]
-    query: np.ndarray
-    key_scale: np.ndarray
-    output_scale: np.ndarray
-    cotangent: np.ndarray  # [..., D]
-    lse_cotangent: np.ndarray  # [...]
-
-
-def make_problem(n: int, tokens=(2, 5), dim=24, seed=0, spread=1.0) -> Problem:
-    r = np.random.default_rng(seed)
-    scale = np.exp(spread * r.normal(size=(n, *tokens, 1)))
-    return Problem(
-        sources=r.normal(size=(n, *tokens, dim)) * scale,
-        query=r.normal(size=dim) * 0.5,
-        key_scale=1 + 0.3 * r.normal(size=dim),
-        output_scale=1 + 0.3 * r.normal(size=dim),
-        cotangent=r.normal(size=(*tokens, dim)),
-        lse_cotangent=r.normal(size=tokens),
-    )
-
-
-def as_form(sources, form: str):
-    return tuple(sources) if form == "sequence" else jnp.asarray(sources)
-
-
-def value_and_grads(problem: Problem, dtype, form="sequence", backend="xla", norm=False, vectors=jnp.float32, **kw):
-    """(mixture, lse, {argument: gradient}) for a loss that uses both outputs."""
-    args = {
-        "sources": as_form(jnp.asarray(problem.sources, dtype), form),
-        "query": jnp.asarray(problem.query, vectors),
-        "key_scale": jnp.asarray(problem.key_scale, vectors),
-    }
-    if norm:
-        args["output_scale"] = jnp.asarray(problem.output_scale, vectors)
-
-    def loss(args):
-        mixture, lse = attn_res(**args, return_lse=True, backend=backend, **kw)
-        total = jnp.sum(mixture * problem.cotangent) + jnp.sum(lse * problem.lse_cotangent)
-        return total, (mixture, lse)
-
-    (_, (mixture, lse)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(args)
-    if form == "sequence":
-        grads["sources"] = jnp.stack(grads["sources"])
-    return mixture, lse, grads
 
 
 # --- published numbers -------------------------------------------------------------------------------------------

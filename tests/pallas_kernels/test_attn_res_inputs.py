@@ -1,5 +1,7 @@
 """Bad input to attn_res is refused by name before anything is traced, and the dispatch says what it would run."""
 
+import re
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import machine
 from pallas_kernels.attn_res import attn_res, attn_res_reference, backend_of
 
 GOOD = jnp.ones((3, 2, 8))
@@ -75,18 +78,58 @@ def test_unknown_backend(entry):
         entry(GOOD, Q, backend="triton")
 
 
-@pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
-@pytest.mark.parametrize("entry", [attn_res, backend_of], ids=lambda f: f.__name__)
-def test_backend_without_a_kernel_names_what_serves(entry, backend):
-    with pytest.raises(NotImplementedError, match=rf"{backend}.*backend='xla'"):
-        entry(GOOD, Q, backend=backend)
+class Limit(NamedTuple):
+    name: str
+    says: str
+    N: int = 3
+    D: int = 64
+    dtype: str = "bfloat16"
+    vectors: str = "float32"
+    kind: str = "NVIDIA H200"
+
+
+LIMITS = [
+    Limit("float16", "the sources are float16, computed in float32", dtype="float16"),
+    Limit("float64", "the sources are float32, computed in float64", dtype="float32", vectors="float64"),
+    Limit("many_sources", "there are 65 sources and the kernel takes 64", N=65),
+    Limit("rows_of_bytes", "D = 60 and rows are copied 16 bytes at a time, multiples of 8 channels of bfloat16", D=60),
+    Limit("rows_of_words", "D = 30 and .* multiples of 4 channels of float32", D=30, dtype="float32"),
+    Limit("wide_rows", "D = 8200 and the kernel's registers hold rows of 8192", D=8200),
+    Limit("another_gpu", "the device is a NVIDIA A100 and the kernel is built for Hopper", kind="NVIDIA A100"),
+]
+
+
+@pytest.mark.parametrize("case", LIMITS, ids=lambda c: c.name)
+def test_field_TL04_limits_of_the_gpu_kernels(case, caplog):
+    """Named, the kernel refuses and says why; "auto" says the same once and takes the XLA path."""
+    with jax.enable_x64(True):
+        sources = jax.ShapeDtypeStruct((case.N, 5, case.D), case.dtype)
+        query = jax.ShapeDtypeStruct((case.D,), case.vectors)
+        device = jax.sharding.AbstractDevice(device_kind=case.kind, num_cores=1, platform="gpu")
+        mesh = jax.sharding.AbstractMesh((1,), ("_",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+        machine.say_once.cache_clear()
+        with jax.sharding.use_abstract_mesh(mesh), caplog.at_level("WARNING", "absl"):
+            with pytest.raises(NotImplementedError, match=f"'mosaic_gpu': {case.says}.*; backend='xla' serves"):
+                jax.eval_shape(partial(attn_res, backend="mosaic_gpu"), sources, query)
+            for _ in range(2):
+                assert backend_of(sources, query) == "xla"
+        said = [record.message for record in caplog.records]
+        assert len(said) == 1 and re.search(f"attn_res falls back to the XLA path: {case.says}", said[0])
+
+
+def test_each_machine_takes_its_kernels():
+    sources = jax.ShapeDtypeStruct((3, 5, 64), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((64,), jnp.float32)
+    assert backend_of(sources, query, platform="gpu") == "mosaic_gpu"
+    assert backend_of(sources, query, platform="tpu") == "mosaic_tpu"
+    assert backend_of(sources, query, platform="cpu") == backend_of(sources, query, platform="rocm") == "xla"
 
 
 @pytest.mark.parametrize("asked, runs", [("auto", "xla"), ("xla", "xla"), ("reference", "reference")])
 def test_backend_of(asked, runs):
     abstract = jax.ShapeDtypeStruct((3, 2, 8), jnp.bfloat16)
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    assert backend_of(abstract, Q, count=count, return_lse=True, backend=asked, platform="tpu") == runs
+    assert backend_of(abstract, Q, count=count, return_lse=True, backend=asked, platform="cpu") == runs
 
 
 def test_unknown_platform():

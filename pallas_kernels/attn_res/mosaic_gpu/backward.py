@@ -1,0 +1,165 @@
+"""The backward kernel: sources and the mixture's cotangent come from memory once, the sources' cotangents go there.
+
+Programs and their rings are those of the forward; a token's cotangent G and its row of saved numbers are fetched two
+tokens ahead. With a_i = softmax(s)_i from what is saved, e the cotangent of the log-sum-exp, and r = 1/rms:
+
+    norm     where it is fused, h is mixed anew and G becomes the cotangent behind it:
+             with n = rsqrt(mean h^2 + eps), G <- n (G o - h n^2 mean(G o h)), o being output_scale
+    pass 1   c_i = G . v_i, then p_i = a_i (c_i - sum_j a_j c_j + e) r_i, the cotangent of v_i . u
+    pass 2   dv_i = a_i G + p_i u - (p_i r_i s_i / D) v_i, and du grows by p_i v_i
+
+A program adds up du (and do = sum of G h n) over its tokens in registers; the sums of programs are added by XLA, so
+that no addition depends on who comes first.
+"""
+
+from functools import partial
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from .forward import like, saved_numbers
+from .plan import Plan, make_plan
+from .ring import IN_BOUNDS, Ring, call, four
+from .rows import EVERYWHERE, WARPS, apart, sync, sync_group, table, total_of
+
+__all__ = ["backward"]
+
+F32 = jnp.float32
+AHEAD = 2  # tokens
+
+
+def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar):
+    """(sources_bar as sources, gain_bar [D], output_scale_bar [D] or None): see kernels.py."""
+    leaves = jax.tree.leaves(sources)
+    (M, D), N, dtype = leaves[0].shape[-2:], len(sources), leaves[0].dtype
+    plan, N4, S = _plan(M, D, N, dtype, output_scale is not None), four(N), saved_numbers(N)
+    padding = ((0, plan.padded - D),)
+    vectors = [jnp.pad(x, padding) for x in (gain, output_scale) if x is not None]
+    counts = [] if count is None else [count.reshape(1)]
+    rows = plan.rows
+
+    def kernel(*given, ring, arrived, cotangents, numbers, beside, sums, squares, weights):
+        source_refs, given = given[: len(leaves)], given[len(leaves) :]
+        vector_refs, given = given[: len(vectors)], given[len(vectors) :]
+        *count_ref, saved_ref, bar_ref, lse_bar_ref = given[: len(counts) + 3]
+        given = given[len(counts) + 3 :]
+        bars, totals = given[: len(leaves)], given[len(leaves) :]
+        own = Ring(
+            plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=D, passes=1 + len(vectors)
+        )
+        u, *scale = (rows.load(ref.at[own.channels]) for ref in vector_refs)
+        live = own.are_live()
+
+        def fetch(t):
+            m, place = own.token(t), t % AHEAD
+
+            @pl.when(own.leads & (m < M))
+            def _():
+                channels = pl.ds(0, D)
+                copy = lambda a, b: plgpu.copy_gmem_to_smem(a, b, beside.at[place], oob_mode=IN_BOUNDS)  # noqa: E731
+                copy(bar_ref.at[m, channels], cotangents.at[place, channels])
+                copy(saved_ref.at[m], numbers.at[place])
+
+        def token(t, m, sums_of_tokens):
+            place = t % AHEAD
+            plgpu.barrier_wait(beside.at[place])
+            g = rows.load(cotangents.at[place, own.channels])
+            weights[0] = jnp.where(live, jnp.exp(_all(numbers.at[place, pl.ds(0, N4)]) - numbers[place, 2 * N4]), 0.0)
+            sync_group()
+            gain_bar, *scale_bar = sums_of_tokens
+
+            if scale:
+
+                def add(piece, i, h):
+                    apart()
+                    return h + weights[0, i] * piece.row(i)
+
+                h = own.each_piece(t, 0, lambda piece, h: piece.each(partial(add, piece), h), rows.zeros())
+                for j, x in enumerate(rows.sum_of_products((h, h), (g * scale[0], h))):
+                    squares[j, own.warps] = x
+                sync()
+                n = jax.lax.rsqrt(total_of(squares.at[0]) * (1 / D) + static.eps)
+                scale_bar = [rows.now(scale_bar[0] + g * h * n)]
+                g = n * (g * scale[0] - h * (n * n * (1 / D) * total_of(squares.at[1])))
+
+            def dots(piece, _):
+                def dot(i, _):
+                    apart()
+                    [sums[i, own.warps]] = rows.sum_of_products((g, piece.row(i)))
+
+                piece.each(dot)
+
+            own.each_piece(t, len(scale), dots, None)
+            sync()
+            # Numbers for all sources are many registers: read anew where they are needed.
+            logit, rstd = (jnp.where(live, _all(numbers.at[place, pl.ds(n, N4)]), 0.0) for n in (0, N4))
+            weight, c = _all(weights.at[0]), jnp.where(live, table(sums), 0.0)
+            logit_bar = c - jnp.sum(weight * c)
+            # A lone source keeps weight 1 whatever its logit: exactly 0, however the two sums round.
+            if N == 1:
+                logit_bar = jnp.zeros_like(c)
+            elif own.live is not None:
+                logit_bar = logit_bar * jnp.where(own.live == 1, 0.0, 1.0)
+            product_bar = weight * (logit_bar + lse_bar_ref[m]) * rstd
+            weights[1] = product_bar
+            weights[2] = product_bar * rstd * logit * (1 / D)
+
+            sync_group()
+
+            def give(piece, gain_bar):
+                def add(i, gain_bar):
+                    apart()
+                    v, p = piece.row(i), weights[1, i]
+                    v_bar = weights[0, i] * g + p * u - weights[2, i] * v
+                    rows.store(own.place_of(bars, i, m), v_bar, own.first_channel, D)
+                    return rows.now(gain_bar + p * v)
+
+                def clear(i, gain_bar):
+                    rows.store(own.place_of(bars, i, m), rows.zeros(), own.first_channel, D)
+                    return gain_bar
+
+                return piece.all(add, clear, gain_bar)
+
+            gain_bar = own.each_piece(t, len(scale) + 1, give, gain_bar)
+            own.leave_token(t)
+            fetch(t + AHEAD)
+            return gain_bar, *scale_bar
+
+        own.begin(cotangents)
+        for t in range(AHEAD):
+            fetch(t)
+        found = own.each_token(token, tuple(rows.zeros() for _ in vectors))
+        for total, x in zip(totals, found, strict=True):
+            total[own.program, own.channels] = x
+
+    outs = (
+        *(like(x, x.shape, dtype) for x in leaves),
+        *(like(leaves[0], (plan.programs, plan.padded), F32) for _ in vectors),
+    )
+    scratch = dict(
+        ring=plgpu.SMEM((plan.slots * plan.together, plan.padded), dtype),
+        arrived=plgpu.Barrier(num_barriers=plan.slots, num_arrivals=plan.together),
+        cotangents=plgpu.SMEM((AHEAD, plan.padded), dtype),
+        numbers=plgpu.SMEM((AHEAD, S), F32),
+        beside=plgpu.Barrier(num_barriers=AHEAD, num_arrivals=2),
+        sums=plgpu.SMEM((N4, WARPS * plan.groups), F32),
+        squares=plgpu.SMEM((2, WARPS * plan.groups), F32),
+        weights=plgpu.SMEM((3, N4), F32),
+    )
+    operands = (*leaves, *vectors, *counts, saved, mixture_bar, lse_bar)
+    results = call(kernel, "attn_res_backward", operands, outs, scratch, plan)
+    bars, totals = results[: len(leaves)], [jnp.sum(x, axis=0)[:D] for x in results[len(leaves) :]]
+    return jax.tree.unflatten(jax.tree.structure(sources), bars), *totals, *([None] * (2 - len(totals)))
+
+
+def _all(ref):
+    return plgpu.load(ref, layout=EVERYWHERE, optimized=False)
+
+
+def _plan(M, D, N, dtype, norm) -> Plan:
+    bytes_beside = 4 * (AHEAD * saved_numbers(N) + 11 * four(N)) + 12288
+    return make_plan(
+        M, D, N, dtype, registers_per_channel=8 + norm, rows_beside=AHEAD, bytes_beside=bytes_beside, online=False
+    )
