@@ -13,7 +13,7 @@ Step 0 equals the plain residual: the projection and write's bias are zero, so e
 the output; rows of carry sum to one, so equal streams stay equal; reading then gives h times a positive constant, which
 the norm takes out. What may differ between streams without breaking this are the biases of read, which are therefore
 drawn at random: with equal ones no gradient would ever tell two streams apart. While streams are still equal, how they
-are carried makes no difference: the gradients of carry's part are exactly zero at step 0, and only then.
+are read and carried makes no difference: at step 0, and only then, write alone has gradients, which differ by stream.
 
 Chosen here, since the facts we hold leave it open: no gain in the norm and no scalar gates (the zero projection takes
 their place), 20 Sinkhorn rounds, and a bias of 5 on carry's diagonal, by which four streams keep 98% of themselves.
@@ -28,7 +28,7 @@ from flax import nnx
 from kimi_jax.sharding import project
 
 from .norms import rms_norm
-from .parameters import at_least_float32, weight
+from .parameters import at_least_float32
 
 SINKHORN_ROUNDS = 20
 KEPT = 5.0  # bias of carry's diagonal
@@ -47,7 +47,9 @@ class HyperConnection(nnx.Module):
         self.streams, self.eps = streams, eps
         count = streams * (2 + streams)
         self.coefficients = nnx.Param(jnp.zeros((streams * dim, count), param_dtype), axes=("embed", None))
-        self.read_bias = weight(rngs, (streams,), (None,), param_dtype, std=1.0)
+        # Drawn from a copy, so that all other parameters have the values that they have with any other residual.
+        key = jax.random.fold_in(nnx.clone(rngs).params(), 1)
+        self.read_bias = nnx.Param(jax.random.normal(key, (streams,)).astype(param_dtype), axes=(None,))
         self.write_bias = nnx.Param(jnp.zeros(streams, param_dtype), axes=(None,))
         self.carry_bias = nnx.Param(KEPT * jnp.eye(streams, dtype=param_dtype), axes=(None, None))
 

@@ -454,6 +454,13 @@ class BadSave(NamedTuple):
 BAD_SAVES = [
     BadSave("output_gate", {"output_gate": "swish"}, {}, "no place for output_gate='swish'"),
     BadSave("residual", {"residual": "full_attn_res"}, {}, "no place for residual='full_attn_res'"),
+    BadSave("delta", {"residual": "delta_block"}, {}, "no place for residual='delta_block'"),
+    BadSave("mhc", {"residual": "mhc"}, {}, "no place for residual='mhc'"),
+    BadSave("depth_weights", {"depth_weights": "sigmoid"}, {}, "no place for depth_weights='sigmoid'"),
+    BadSave("depth_key_norm", {"depth_key_norm": False}, {}, "no place for depth_key_norm=False"),
+    BadSave("depth_query", {"depth_query": "hidden"}, {}, "no place for depth_query='hidden'"),
+    BadSave("depth_heads", {"depth_heads": 4}, {}, "no place for depth_heads=4"),
+    BadSave("depth_window", {"depth_window": 8}, {}, "no place for depth_window=8"),
     BadSave("block_size", {"block_size": 1}, {}, "no place for block_size=1"),
     BadSave("grouped_values", {"kda_num_value_heads": 8}, {}, "no place for kda_num_value_heads=8"),
     BadSave("dtype", {}, {"dtype": "int8"}, "dtype='int8' is not allowed"),

@@ -1,4 +1,4 @@
-"""Each other way to weigh the sources against its formula in numpy, unrolled and as a scan carries it, and at step 0."""
+"""Each other way to weigh the sources: its formula in numpy, unrolled and as a scan carries it; and step 0."""
 
 from collections.abc import Callable
 from typing import NamedTuple

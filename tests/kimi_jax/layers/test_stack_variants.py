@@ -1,4 +1,4 @@
-"""Scanning and recomputing change nothing for the other residuals either: outputs and gradients, under every `remat`."""
+"""Scanning and recomputing change nothing for the other residuals either: outputs and gradients, by each `remat`."""
 
 import functools
 from typing import NamedTuple
@@ -143,13 +143,17 @@ def test_equals_the_plain_stack(case, run):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_parameter_has_a_gradient(case):
-    """But for how the streams of mHC are carried where that makes no difference: by the first site, whose streams are all
-    the embedding, and by the last, after which only their mean is read."""
+    """But for mHC where it makes no difference: how the first site reads and carries streams that are all equal,
+    and how the last one carries those whose mean is read."""
     stack, (_, bars, x_bar) = plain(case.name)
     for index, layer_bars in enumerate(bars):
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(stack.layer(index)))]
         for path, bar in zip(paths, layer_bars, strict=True):
-            without_effect = path[-1] == "carry_bias" and (index, path[1]) in ((0, 0), (LAYERS - 1, 1))
+            without_effect = (index, *path[1:]) in (
+                (0, 0, "read_bias"),
+                (0, 0, "carry_bias"),
+                (LAYERS - 1, 1, "carry_bias"),
+            )
             assert jnp.isfinite(bar).all()
             assert without_effect or jnp.abs(bar).max() > 1e-5, (index, path)
     assert jnp.abs(x_bar).min() > 0
