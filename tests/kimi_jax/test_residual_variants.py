@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from kimi_jax import lm_loss
+from kimi_jax.sharding import make_mesh, shard_model
 from tests.kimi_jax.small_models import forward, small_config, small_model, tokens_for
 from tests.kimi_jax.test_model import step_zero
-from tests.support import F32_FORWARD, assert_close
+from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 
 class Case(NamedTuple):
@@ -75,6 +79,41 @@ def test_decoding_token_by_token_equals_the_full_forward(case, scan):
     for position in range(7):
         logits, cache = extend(tokens[:, position : position + 1], cache)
         assert_close(logits[:, 0], full[:, position], F32_FORWARD, f"position {position}")
+
+
+def loss_and_gradients(model, tokens):
+    graphdef, params = nnx.split(model)
+    return jax.jit(jax.value_and_grad(lambda params, tokens: lm_loss(nnx.merge(graphdef, params), tokens)[0]))(
+        params, tokens
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hidden",
+        "mhc",
+        pytest.param("static", marks=pytest.mark.exhaustive),
+        pytest.param("delta_heads_sigmoid", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_equals_one_device_on_a_mesh(name, axis_type):
+    """Loss and each gradient, scanned and recomputed; the matrices of a query from the hidden state and of mHC are cut
+    over fsdp."""
+    model, _ = extending(name, True)
+    tokens = tokens_for(model.config, 4, 7)
+    loss, gradients = loss_and_gradients(model, tokens)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, axis_type=axis_type)
+    model = small_model(model.config)
+    with jax.set_mesh(mesh):
+        shard_model(model, mesh)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
+        mesh_loss, mesh_gradients = loss_and_gradients(model, tokens)
+    assert_close(mesh_loss, loss, F32_FORWARD, "loss")
+    for (path, ours), (_, theirs) in zip(*map(nnx.to_flat_state, (mesh_gradients, gradients)), strict=True):
+        assert_close(ours[...], theirs[...], F32_GRADIENT, str(path))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
