@@ -180,10 +180,10 @@ class ModelConfig:
         self._require("depth_weights", self.depth_weights != "dense_former" or not self.residual.startswith("delta"),
                       f"scalars added to the stream of residual={self.residual!r} are only other scalars; choose "
                       "'full_attn_res' or 'block_attn_res'")  # fmt: skip
-        may_mix = not changed and self.residual in ("standard", "full_attn_res", "block_attn_res")
-        self._require("first_mix", may_mix or not self.first_mix,
-                      f"only K3's files have that mix; leave it False with residual={self.residual!r} and other "
-                      "than plain depth_ fields")  # fmt: skip
+        idle = self.depth_weights in ("softmax", "static") and self.residual in RESIDUALS[:3]
+        self._require("first_mix", idle or not self.first_mix,
+                      "it is for reading K3's files, where it changes nothing; leave it False with "
+                      f"residual={self.residual!r} and depth_weights={self.depth_weights!r}")  # fmt: skip
 
     def _require(self, field: str, ok: bool, allowed: str) -> None:
         if not ok:

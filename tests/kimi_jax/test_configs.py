@@ -83,7 +83,7 @@ BAD_FIELDS = [
     Bad(
         "scalars_added", dict(residual="delta_block", depth_weights="dense_former"), r"depth_weights='dense_former' .*"
     ),
-    Bad("first_mix", dict(first_mix=True, depth_heads=2), r"first_mix=True .*K3's files"),
+    Bad("first_mix", dict(first_mix=True, depth_weights="sigmoid"), r"first_mix=True .*K3's files"),
     Bad("first_mix_delta", dict(first_mix=True, residual="delta_block"), r"first_mix=True .*K3's files"),
     Bad("mla_order", dict(mla_layers=(2, 1)), r"mla_layers=\(2, 1\) .*rising"),
 ]

@@ -11,7 +11,9 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kimi_jax import lm_loss
+from kimi_jax import KimiLM, lm_loss
+from kimi_jax.layers.depth_variants import Weighing
+from kimi_jax.layers.residuals import DepthMix
 from kimi_jax.sharding import make_mesh, shard_model
 from tests.kimi_jax.small_models import forward, small_config, small_model, tokens_for
 from tests.kimi_jax.test_model import step_zero
@@ -55,6 +57,26 @@ def test_a_window_changes_step_zero():
     logits, _ = step_zero(**WINDOW.fields)
     baseline, _ = step_zero(residual="standard")
     assert np.abs(logits - baseline).max() > 1e-4 * np.abs(baseline).max()
+
+
+def sites_of(config) -> list:
+    """What stands before each sub-layer and before the final norm, of an abstract model."""
+    model = nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0)))
+    layers = [model.layers.layer(index) for index in range(config.num_layers)]
+    return [site for layer in layers for site in (layer.attention_mix, layer.ffn_mix)] + [model.final_mix]
+
+
+def test_fields_reach_every_site():
+    fields = dict(depth_weights="sigmoid", depth_key_norm=False, depth_query="hidden", depth_heads=4, depth_window=3)
+    weighing = Weighing("sigmoid", False, "hidden", 4, 3)
+    first, *sites = sites_of(small_config(residual="full_attn_res", **fields))
+    assert first is None and [(site.weighing, site.adds) for site in sites] == [(weighing, False)] * 4
+    first, *sites, final = sites_of(small_config(residual="delta_block", **fields))
+    assert first is None and [(site.weighing, site.adds) for site in sites] == [(weighing, True)] * 3
+    assert final is None
+    *sites, final = sites_of(small_config(residual="mhc", depth_streams=3))
+    assert [site.streams for site in sites] == [3] * 4 and final is None
+    assert {type(site) for site in sites_of(small_config())[1:]} == {DepthMix}  # which has attn_res
 
 
 @functools.cache
