@@ -86,9 +86,7 @@ class ModelConfig:
     first_mix: bool = False  # a mix before layer 0 too, as in K3's files: of one source, so its weights change nothing
 
     # How the mixtures weigh their sources: the ablations of AttnRes Table 4. See layers/depth_variants.py
-    depth_weights: str = (
-        "softmax"  # or "sigmoid"; without query and keys: "static" (softmax of scalars), "dense_former"
-    )
+    depth_weights: str = "softmax"  # or "sigmoid"; without query and keys "static" (softmax of scalars), "dense_former"
     depth_key_norm: bool = True  # scores against RMSNorm of the sources; False: against the sources
     depth_query: str = "parameter"  # a vector per place; "hidden": projected from the newest source, D x D per place
     depth_heads: int = 1  # groups of channels, each with a softmax of its own (MHAR): a divisor of hidden_size

@@ -166,7 +166,8 @@ class DeltaBlock(BlockAttnRes):
     At step 0 the zero query makes h = stream + stream / n for n sources: the PreNorm baseline, since the norm takes the
     factor out and the output reads the stream itself. It is why the growing block is a source (without it the mean
     would lack the newest outputs; the paper's text leaves it open), and no gain has to start at zero: such a gain would
-    take the query's first gradient away, here it has one.
+    take the query's first gradient away, here it has one. Before the first sub-layer the mixture is the embedding
+    itself, again only a factor, and has no parameters.
     """
 
     def has_site(self, sublayer: int, depth: int) -> bool:
