@@ -16,13 +16,15 @@ MATRICES = frozenset(
     "q k v o b g f_a f_b g_a g_b "  # KDA, MLA
     "q_a q_b kv_a kv_b "  # MLA
     "gate up down "  # feed-forward; experts are stacks [E, in, out]
-    "router latent_down latent_up".split()  # MoE
+    "router latent_down latent_up "  # MoE
+    "query_proj coefficients".split()  # AttnRes with a query from the hidden state, mHC
 )
 TABLES = frozenset("embedding head".split())
 PLAIN = frozenset(
     "weight "  # norms, short convolutions
     "A_log dt_bias "  # forget gates
-    "query key_scale".split()  # AttnRes
+    "query key_scale scalars "  # AttnRes and its static forms
+    "read_bias write_bias carry_bias".split()  # mHC
 )
 # Attention projections whose columns are heads, for Per-Head Muon, and the module field that counts the heads.
 HEAD_MATRICES = {"q": "num_heads", "k": "num_heads", "v": "num_value_heads", "q_b": "num_heads", "kv_b": "num_heads"}

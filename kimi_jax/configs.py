@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-RESIDUALS = ("standard", "full_attn_res", "block_attn_res")
+RESIDUALS = ("standard", "full_attn_res", "block_attn_res", "delta_attn_res", "delta_block", "mhc")
 REMAT_POLICIES = ("none", "layer", "dots", "block")
 DTYPES = ("float32", "bfloat16", "float64")
 HF_ROOTS = ("model.", "language_model.model.")
@@ -79,9 +79,19 @@ class ModelConfig:
     topk_groups: int = 1
 
     # Residual
-    residual: str = "block_attn_res"  # "standard", "full_attn_res" or "block_attn_res"
-    block_size: int = 2  # SUB-LAYERS per block of block_attn_res: 1 or even (K3's 12 transformer layers are 24)
+    # "standard": h + f(h). "full_attn_res", "block_attn_res": a mixture of earlier outputs, or of blocks' sums, stands
+    # in for h. "delta_attn_res", "delta_block" (arXiv 2605.18855): the same is added to h. "mhc": several streams.
+    residual: str = "block_attn_res"
+    block_size: int = 2  # SUB-LAYERS per block of the block kinds: 1 or even (K3's 12 transformer layers are 24)
     first_mix: bool = False  # a mix before layer 0 too, as in K3's files: of one source, so its weights change nothing
+
+    # How the mixtures weigh their sources: the ablations of AttnRes Table 4. See layers/depth_variants.py
+    depth_weights: str = "softmax"  # or "sigmoid"; without query and keys "static" (softmax of scalars), "dense_former"
+    depth_key_norm: bool = True  # scores against RMSNorm of the sources; False: against the sources
+    depth_query: str = "parameter"  # a vector per place; "hidden": projected from the newest source, D x D per place
+    depth_heads: int = 1  # groups of channels, each with a softmax of its own (MHAR): a divisor of hidden_size
+    depth_window: int | None = None  # only the embedding and that many of the newest sources; None: all
+    depth_streams: int = 4  # of "mhc"
 
     norm_eps: float = 1e-5  # of every RMSNorm but MLA's inner ones, depth mixing included
 
@@ -113,6 +123,8 @@ class ModelConfig:
             "activation": ("swiglu", "situ"),
             "router_weights": ("unbiased", "biased"),
             "residual": RESIDUALS,
+            "depth_weights": ("softmax", "sigmoid", "static", "dense_former"),
+            "depth_query": ("parameter", "hidden"),
             "dtype": DTYPES,
             "param_dtype": DTYPES,
             "remat": REMAT_POLICIES,
@@ -130,6 +142,7 @@ class ModelConfig:
         self._require("lower_bound", self.lower_bound is None or self.lower_bound < 0, "None (unbounded) or below 0")
         block_ok = self.block_size == 1 or (self.block_size >= 2 and self.block_size % 2 == 0)
         self._require("block_size", block_ok, "1 or an even number of sub-layers")
+        self._check_depth()
         if self.mla_layers is not None:
             inside = all(0 <= layer < self.num_layers for layer in self.mla_layers)
             rising = list(self.mla_layers) == sorted(set(self.mla_layers))
@@ -141,6 +154,34 @@ class ModelConfig:
             groups_ok = groups >= 1 and self.num_experts % groups == 0
             self._require("num_expert_groups", groups_ok, f"a divisor of num_experts={self.num_experts}")
             self._require("topk_groups", 1 <= self.topk_groups <= groups, f"1 to num_expert_groups={groups}")
+
+    def _check_depth(self) -> None:
+        """Values of the depth_* fields, and combinations in which one of them would mean nothing."""
+        self._require("depth_heads", self.depth_heads >= 1, "at least 1")
+        self._require("depth_heads", self.hidden_size % self.depth_heads == 0,
+                      f"a divisor of hidden_size={self.hidden_size}")  # fmt: skip
+        self._require("depth_window", self.depth_window is None or self.depth_window >= 1, "None or at least 1")
+        self._require("depth_streams", self.depth_streams >= 2, "at least 2 (one stream is residual='standard')")
+        self._require("depth_streams", self.residual == "mhc" or self.depth_streams == 4,
+                      f"only residual='mhc' has streams; leave it at 4 with residual={self.residual!r}")  # fmt: skip
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        scores = ("depth_key_norm", "depth_query", "depth_heads")
+        weighing = ("depth_weights", *scores, "depth_window")
+        changed = [field for field in weighing if getattr(self, field) != plain[field]]
+        for field in changed:
+            self._require(field, self.residual not in ("standard", "mhc"),
+                          f"residual={self.residual!r} weighs no sources; choose an attn_res or delta kind, or "
+                          f"{field}={plain[field]!r}")  # fmt: skip
+            self._require(field, field not in scores or self.depth_weights in ("softmax", "sigmoid"),
+                          f"depth_weights={self.depth_weights!r} has no query and keys; leave {field} at "
+                          f"{plain[field]!r}, or weigh by 'softmax' or 'sigmoid'")  # fmt: skip
+        self._require("depth_weights", self.depth_weights != "dense_former" or not self.residual.startswith("delta"),
+                      f"scalars added to the stream of residual={self.residual!r} are only other scalars; choose "
+                      "'full_attn_res' or 'block_attn_res'")  # fmt: skip
+        idle = self.depth_weights in ("softmax", "static") and self.residual in RESIDUALS[:3]
+        self._require("first_mix", idle or not self.first_mix,
+                      "it is for reading K3's files, where it changes nothing; leave it False with "
+                      f"residual={self.residual!r} and depth_weights={self.depth_weights!r}")  # fmt: skip
 
     def _require(self, field: str, ok: bool, allowed: str) -> None:
         if not ok:

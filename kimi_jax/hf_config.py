@@ -102,7 +102,10 @@ def config_to_hf(config: ModelConfig, *, dtype: str, mxfp4: bool = False) -> dic
         "gate_rank": config.gate_rank not in (None, config.value_head_dim),
         "output_gate": config.output_gate != "sigmoid",
         "conv_width": config.conv_width < 1,
-        "residual": config.residual == "full_attn_res",
+        "residual": config.residual not in ("standard", "block_attn_res"),
+        **_other_sites(config),
+        "depth_heads": config.depth_heads != 1,
+        "depth_window": config.depth_window is not None,
         "block_size": config.residual == "block_attn_res" and config.block_size % 2 == 1,
     }
     if named := [f"{field}={getattr(config, field)!r}" for field, unhold in unheld.items() if unhold]:
@@ -153,6 +156,21 @@ def config_to_hf(config: ModelConfig, *, dtype: str, mxfp4: bool = False) -> dic
     if mxfp4:
         raw |= {"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}}
     return raw
+
+
+def check_sites(config: ModelConfig) -> None:
+    """ValueError, naming the fields, if depth mixes have other parameters than the published query and key norm."""
+    other = {"residual": config.residual not in ("standard", "full_attn_res", "block_attn_res"), **_other_sites(config)}
+    if named := [f"{field}={getattr(config, field)!r}" for field, is_other in other.items() if is_other]:
+        raise ValueError(f"the published format has no parameters for {', '.join(named)}")
+
+
+def _other_sites(config: ModelConfig) -> dict[str, bool]:
+    return {
+        "depth_weights": config.depth_weights != "softmax",
+        "depth_key_norm": not config.depth_key_norm,
+        "depth_query": config.depth_query != "parameter",
+    }
 
 
 class _Reader:

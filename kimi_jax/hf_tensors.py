@@ -13,7 +13,7 @@ from flax import nnx
 from .layers.kda import KDALayer
 from .layers.mla import MLA
 from .layers.moe import MoE
-from .layers.residuals import DepthMix
+from .layers.residuals import DepthMix, VariantMix
 from .model import KimiLM, Layer
 
 # Kept in float32 in every released file, whatever the other tensors have, and here.
@@ -133,7 +133,7 @@ def _layer(layer: Layer, config) -> Iterator[_Entry]:
         yield from _feed_forward("mlp", layer.ffn)
 
 
-def _mix(site: str, mix: DepthMix | None) -> Iterator[_Entry]:
+def _mix(site: str, mix: DepthMix | VariantMix | None) -> Iterator[_Entry]:
     if mix is not None:
         yield f"{site}_norm.weight", mix.key_scale, PLAIN, None
         yield f"{site}_proj.weight", mix.query, ROW, None

@@ -16,13 +16,14 @@ from flax import nnx
 
 from .cache import Cache, check_room
 from .configs import ModelConfig
+from .layers.depth_variants import Weighing
 from .layers.feed_forward import FeedForward
 from .layers.kda import KDALayer
 from .layers.mla import MLA
 from .layers.moe import MoE, RouterBias
 from .layers.norms import RMSNorm
 from .layers.parameters import weight
-from .layers.residuals import DepthMix, make_residual
+from .layers.residuals import BlockAttnRes, Site, make_residual, make_site
 from .layers.stack import LayerStack
 from .sharding import check_divisible, lookup, project
 
@@ -45,7 +46,7 @@ class KimiLM(nnx.Module):
             check_divisible(config, mesh)
         self.config = config
         self.dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
-        self.residual = make_residual(config.residual, config.block_size)
+        self.residual = _residual(config)
         D, V = config.hidden_size, config.vocab_size
         self.embedding = weight(rngs, (V, D), ("vocab", "embed"), param_dtype)
         self.layers = LayerStack(
@@ -56,7 +57,7 @@ class KimiLM(nnx.Module):
             remat=config.remat,
             rngs=rngs,
         )
-        self.final_mix = DepthMix(D, eps=config.norm_eps, param_dtype=param_dtype) if self.residual.has_mixes else None
+        self.final_mix = _site(config, self.residual, 2 * config.num_layers, rngs)
         self.final_norm = RMSNorm(D, eps=config.norm_eps, rngs=rngs, dtype=self.dtype, param_dtype=param_dtype)
         self.head = weight(rngs, (D, V), ("embed", "vocab"), param_dtype)
 
@@ -125,16 +126,12 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, index: int, *, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.norm_eps
-        param_dtype = jnp.dtype(config.param_dtype)
-        dtypes = dict(rngs=rngs, dtype=jnp.dtype(config.dtype), param_dtype=param_dtype)
-        self.residual = make_residual(config.residual, config.block_size)
-        mixes = self.residual.has_mixes
-        # The first sub-layer has one source, the embedding: nothing to weigh.
-        weighs = mixes and (index > 0 or config.first_mix)
-        self.attention_mix = DepthMix(D, eps=eps, param_dtype=param_dtype) if weighs else None
+        dtypes = dict(rngs=rngs, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype))
+        self.residual = _residual(config)
+        self.attention_mix = _site(config, self.residual, 2 * index, rngs)
         self.attention_norm = RMSNorm(D, eps=eps, **dtypes)
         self.attention = _attention(config, config.layer_kinds[index], dtypes)
-        self.ffn_mix = DepthMix(D, eps=eps, param_dtype=param_dtype) if mixes else None
+        self.ffn_mix = _site(config, self.residual, 2 * index + 1, rngs)
         self.ffn_norm = RMSNorm(D, eps=eps, **dtypes)
         self.ffn = _feed_forward(config, config.ffn_kinds[index], dtypes)
 
@@ -142,14 +139,14 @@ class Layer(nnx.Module):
         """(state with both outputs added, cache, router load [E] or None)."""
         x_BTD = self.residual.mix(state, self.attention_mix)
         y_BTD, cache = self.attention(self.attention_norm(x_BTD), segment_ids, cache, lengths)
-        state = self.residual.add(state, y_BTD)
+        state = self.residual.add(state, y_BTD, self.attention_mix)
 
         x_BTD = self.ffn_norm(self.residual.mix(state, self.ffn_mix))
         if isinstance(self.ffn, MoE):
             y_BTD, load = self.ffn(x_BTD, None if segment_ids is None else segment_ids >= 0)
         else:
             y_BTD, load = self.ffn(x_BTD), None
-        return self.residual.add(state, y_BTD), cache, load
+        return self.residual.add(state, y_BTD, self.ffn_mix), cache, load
 
     def init_cache(self, batch: int, max_len: int):
         if isinstance(self.attention, MLA):
@@ -277,11 +274,39 @@ def _feed_forward(config: ModelConfig, kind: str, dtypes: dict) -> FeedForward |
     )
 
 
+def _residual(config: ModelConfig) -> BlockAttnRes:
+    return make_residual(config.residual, config.block_size, config.depth_streams)
+
+
+def _site(config: ModelConfig, residual: BlockAttnRes, sublayer: int, rngs: nnx.Rngs) -> Site | None:
+    """What stands before a sub-layer, or at 2 * num_layers before the final norm."""
+    depth = 2 * config.num_layers
+    unused_one = config.first_mix and residual.has_mixes and sublayer == 0
+    if not (residual.has_site(sublayer, depth) or unused_one):
+        return None
+    return make_site(
+        residual,
+        config.hidden_size,
+        weighing=Weighing(
+            config.depth_weights, config.depth_key_norm, config.depth_query, config.depth_heads, config.depth_window
+        ),
+        depth=depth,
+        eps=config.norm_eps,
+        rngs=rngs,
+        param_dtype=jnp.dtype(config.param_dtype),
+    )
+
+
 def _layer_kind(config: ModelConfig, index: int) -> tuple:
     """Equal for layers that one compiled body can serve."""
-    residual = make_residual(config.residual, config.block_size)
+    residual = _residual(config)
     opens = residual.opens_block(2 * index), residual.opens_block(2 * index + 1)
-    return config.layer_kinds[index], config.ffn_kinds[index], opens, residual.has_mixes and index == 0
+    return (
+        config.layer_kinds[index],
+        config.ffn_kinds[index],
+        opens,
+        residual.has_site(2 * index, 2 * config.num_layers),
+    )
 
 
 def _check_tokens(tokens, segment_ids, vocab_size):

@@ -1,6 +1,6 @@
 """How sub-layers are joined along the depth: a running sum, or attention over earlier outputs (AttnRes, sections 3-4).
 
-One state machine serves all three kinds. It holds finished sums, the "bank", and the sum that is still growing:
+One state machine serves all kinds. It holds finished sums, the "bank", and the sum that is still growing:
 
     start   bank empty, sum = the token embedding
     mix     what the next sub-layer reads: softmax attention over the bank and the sum (with an empty bank: the sum)
@@ -10,9 +10,16 @@ One state machine serves all three kinds. It holds finished sums, the "bank", an
     StandardResidual    one block without end and no attention: h + f(h)
     FullAttnRes         every sub-layer is a block of its own: each reads a mixture of all earlier outputs
     BlockAttnRes        blocks of `block_size` SUB-LAYERS (K3's configuration counts transformer layers: half of that)
+    DeltaAttnRes        as FullAttnRes, but the mixture is added to the plain stream instead of taking its place
+    DeltaBlock          likewise as BlockAttnRes
+    HyperConnections    mHC: no bank; the sum is several streams (hyper_connections.py)
 
 The embedding is a bank row of its own and part of no block's sum. The mixture itself is never added back.
-Sub-layer outputs are raw: mix -> PreNorm -> sub-layer -> add. Before the final norm stands one more mix.
+Sub-layer outputs are raw: mix -> PreNorm -> sub-layer -> add. Before the final norm stands one more mix, but with Delta
+the plain stream and with mHC the streams' mean.
+
+Sites that do not weigh as Attention Residuals do (sigmoid, depth heads, ...) have their parameters and mathematics in
+depth_variants.py; `make_site` chooses.
 """
 
 import dataclasses
@@ -25,7 +32,9 @@ from flax import nnx
 
 from pallas_kernels import attn_res
 
-from .parameters import ones
+from .depth_variants import VariantMix, Weighing
+from .hyper_connections import HyperConnection, merge_streams, split_streams
+from .parameters import at_least_float32, ones
 
 
 class DepthMix(nnx.Module):
@@ -44,6 +53,9 @@ class DepthMix(nnx.Module):
         return attn_res((state.sum, *state.bank), query, key_scale, count=state.count + 1, eps=self.eps)
 
 
+Site = DepthMix | VariantMix | HyperConnection
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DepthState:
@@ -52,7 +64,7 @@ class DepthState:
     Attributes:
         bank: rows [..., D]. Rows stay arrays of their own, under a scan too: no copies are made as the bank grows, and
             in the backward pass every row has one cotangent, to which the sites add in turn.
-        sum: [..., D], the block that still grows.
+        sum: [..., D], the block that still grows; of mHC the streams [..., m, D].
         count: under a scan over layers the bank has all its rows from the start, the first `count` of them live.
         depth: the number of sub-layers added so far, known while tracing.
         replayed: the bank is a later one: rows that are to be added are there already.
@@ -80,7 +92,11 @@ class BlockAttnRes:
     def start(self, embedding: jax.Array) -> DepthState:
         return DepthState(bank=(), sum=embedding)
 
-    def mix(self, state: DepthState, site: DepthMix | None) -> jax.Array:
+    def has_site(self, sublayer: int, depth: int) -> bool:
+        """Whether parameters stand before this sub-layer (0-based) of `depth`, or at `depth` before the final norm."""
+        return sublayer > 0  # the first one has a single source, the embedding: nothing to weigh
+
+    def mix(self, state: DepthState, site: Site | None) -> jax.Array:
         """What the next sub-layer reads. site None: a single source, which needs no weights."""
         return state.sum if site is None else site(state)
 
@@ -92,7 +108,8 @@ class BlockAttnRes:
         """Rows of the bank after that many sub-layers, the embedding included. The final mix has one source more."""
         return math.ceil(sublayers / self.block_size)
 
-    def add(self, state: DepthState, output: jax.Array) -> DepthState:
+    def add(self, state: DepthState, output: jax.Array, site: Site | None = None) -> DepthState:
+        """The state with one more output, of the sub-layer that has read through this site."""
         depth = state.depth + 1
         if not self.opens_block(state.depth):
             return dataclasses.replace(state, sum=state.sum + output, depth=depth)
@@ -128,6 +145,9 @@ class StandardResidual(BlockAttnRes):
     block_size: int = dataclasses.field(default=1, init=False)
     has_mixes = False
 
+    def has_site(self, sublayer: int, depth: int) -> bool:
+        return False
+
     def opens_block(self, sublayer: int) -> bool:
         return False
 
@@ -135,16 +155,97 @@ class StandardResidual(BlockAttnRes):
         return 0
 
 
-def make_residual(kind: str, block_size: int) -> BlockAttnRes:
-    """By the names of ModelConfig.residual; block_size matters to "block_attn_res" alone."""
+@dataclasses.dataclass(frozen=True)
+class DeltaBlock(BlockAttnRes):
+    """Delta Attention Residuals (arXiv 2605.18855) over blocks: h = stream + sum_i weight_i Delta_i.
+
+    The stream is the plain residual's: the embedding and all outputs so far. Delta_i are the embedding, what each
+    finished block has changed, and what the growing one has changed so far. Those add up to the stream, so it needs no
+    place in the state: h = sum_i (1 + weight_i) Delta_i, the stream never rounded between layers.
+
+    At step 0 the zero query makes h = stream + stream / n for n sources: the PreNorm baseline, since the norm takes the
+    factor out and the output reads the stream itself. It is why the growing block is a source (without it the mean
+    would lack the newest outputs; the paper's text leaves it open), and no gain has to start at zero: such a gain would
+    take the query's first gradient away, here it has one. Before the first sub-layer the mixture is the embedding
+    itself, again only a factor, and has no parameters.
+    """
+
+    def has_site(self, sublayer: int, depth: int) -> bool:
+        return 0 < sublayer < depth
+
+    def mix(self, state: DepthState, site: Site | None) -> jax.Array:
+        """What the next sub-layer reads. site None: the stream."""
+        if site is not None:
+            return site(state)
+        dtype = at_least_float32(state.sum.dtype)
+        return reduce(jnp.add, [row.astype(dtype) for row in (*state.bank, state.sum)]).astype(state.sum.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaAttnRes(DeltaBlock):
+    """Every sub-layer output is a source."""
+
+    block_size: int = dataclasses.field(default=1, init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperConnections(StandardResidual):
+    """mHC with that many streams: nothing is banked, and every sub-layer has a site, the first one too."""
+
+    streams: int
+    has_mixes = True
+
+    def __post_init__(self):
+        if self.streams < 2:
+            raise ValueError(f"streams={self.streams} is not allowed: at least 2 (one stream is the plain residual)")
+
+    def start(self, embedding: jax.Array) -> DepthState:
+        return DepthState(bank=(), sum=split_streams(embedding, self.streams))
+
+    def has_site(self, sublayer: int, depth: int) -> bool:
+        return sublayer < depth
+
+    def mix(self, state: DepthState, site: Site | None) -> jax.Array:
+        """What the next sub-layer reads. site None: the mean of the streams."""
+        return merge_streams(state.sum) if site is None else site.read(state.sum)
+
+    def add(self, state: DepthState, output: jax.Array, site: Site | None = None) -> DepthState:
+        return dataclasses.replace(state, sum=site.write(state.sum, output), depth=state.depth + 1)
+
+
+def make_residual(kind: str, block_size: int, streams: int = 4) -> BlockAttnRes:
+    """By the names of ModelConfig.residual; block_size matters to the kinds with blocks alone, streams to "mhc"."""
     kinds = {
         "standard": StandardResidual,
         "full_attn_res": FullAttnRes,
         "block_attn_res": lambda: BlockAttnRes(block_size),
+        "delta_attn_res": DeltaAttnRes,
+        "delta_block": lambda: DeltaBlock(block_size),
+        "mhc": lambda: HyperConnections(streams=streams),
     }
     if kind not in kinds:
         raise ValueError(f"residual={kind!r} is not allowed: one of {tuple(kinds)}")
     return kinds[kind]()
+
+
+def make_site(
+    residual: BlockAttnRes,
+    dim: int,
+    *,
+    weighing: Weighing,
+    depth: int,
+    eps: float,
+    rngs: nnx.Rngs,
+    param_dtype=jnp.float32,
+) -> Site:
+    """The parameters of one site of a model of `depth` sub-layers. Attention Residuals proper have `attn_res`."""
+    if isinstance(residual, HyperConnections):
+        return HyperConnection(dim, residual.streams, eps=eps, rngs=rngs, param_dtype=param_dtype)
+    adds = isinstance(residual, DeltaBlock)
+    if weighing == Weighing() and not adds:
+        return DepthMix(dim, eps=eps, param_dtype=param_dtype)
+    sources = residual.bank_rows(depth) + 1
+    return VariantMix(dim, weighing, sources=sources, adds=adds, eps=eps, param_dtype=param_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -71,6 +71,9 @@ VARIANTS = [
     Variant("tiny", {}),
     Variant("scanned", dict(num_layers=8, scan_layers=True)),
     Variant("plain_residual", dict(residual="standard")),
+    Variant("mhc", dict(residual="mhc")),
+    Variant("static_depth", dict(depth_weights="static")),
+    Variant("depth_query_from_hidden", dict(depth_query="hidden")),
     Variant("moe_latent_k3", dict(num_experts=4, top_k=2, num_shared_experts=1, expert_width=8, latent_width=8,
                                   full_rank_gate=True, q_lora_rank=8, mla_output_gate=True, lower_bound=-5.0)),
 ]  # fmt: skip
@@ -92,7 +95,9 @@ def test_every_parameter_has_its_kind(case):
         seen.add(kind)
         if last in ("embedding", "head"):
             assert kind == "table", name
-        elif last in ("A_log", "dt_bias", "query", "key_scale") or "norm" in name or "conv" in name:
+        elif last in ("A_log", "dt_bias", "query", "key_scale", "scalars") or any(
+            part in name for part in ("norm", "conv", "bias")
+        ):
             assert kind == "plain", name
         else:
             assert kind == "matrix" and leaf.ndim >= 2, name

@@ -53,7 +53,7 @@ BAD_FIELDS = [
     Bad("zero_block", dict(block_size=0), r"block_size=0 .*1 or an even"),
     Bad("heads", dict(kda_num_heads=4, kda_num_value_heads=6), r"kda_num_value_heads=6 .*multiple of kda_num_heads=4"),
     Bad("bound", dict(lower_bound=0.5), r"lower_bound=0.5 .*None .*below 0"),
-    Bad("residual", dict(residual="mhc"), r"residual='mhc' .*standard.*full_attn_res.*block_attn_res"),
+    Bad("residual", dict(residual="hyper"), r"residual='hyper' .*standard.*full_attn_res.*block_attn_res"),
     Bad("activation", dict(activation="gelu"), r"activation='gelu' .*swiglu.*situ"),
     Bad("dtype", dict(dtype="float16"), r"dtype='float16' .*float32.*bfloat16.*float64"),
     Bad("remat", dict(remat="full"), r"remat='full' .*none.*layer.*dots.*block"),
@@ -68,6 +68,23 @@ BAD_FIELDS = [
     Bad("root", dict(hf_root="transformer."), r"hf_root='transformer.' .*model\..*language_model"),
     Bad("A_log_short", dict(hf_A_log_shape=(1,)), r"hf_A_log_shape=\(1,\) .*N >= 2 value heads"),
     Bad("A_log_shape", dict(hf_A_log_shape=(2, 1)), r"hf_A_log_shape=\(2, 1\) .*\(1, 1, 2, 1\)"),
+    Bad("depth_heads", dict(depth_heads=5), r"depth_heads=5 .*divisor of hidden_size=64"),
+    Bad("no_depth_heads", dict(depth_heads=0), r"depth_heads=0 .*at least 1"),
+    Bad("depth_weights", dict(depth_weights="relu"), r"depth_weights='relu' .*softmax.*sigmoid.*static.*dense_former"),
+    Bad("depth_query", dict(depth_query="token"), r"depth_query='token' .*parameter.*hidden"),
+    Bad("depth_window", dict(depth_window=0), r"depth_window=0 .*None or at least 1"),
+    Bad("depth_streams", dict(residual="mhc", depth_streams=1), r"depth_streams=1 .*at least 2"),
+    Bad("streams_of_none", dict(depth_streams=2), r"depth_streams=2 .*only residual='mhc'.*leave it at 4"),
+    Bad("weighs_nothing", dict(residual="standard", depth_heads=4), r"depth_heads=4 .*'standard' weighs no sources"),
+    Bad("mhc_weighs_nothing", dict(residual="mhc", depth_window=8), r"depth_window=8 .*'mhc' weighs no sources"),
+    Bad("static_key", dict(depth_weights="static", depth_key_norm=False), r"depth_key_norm=False .*'static' has no"),
+    Bad("static_query", dict(depth_weights="static", depth_query="hidden"), r"depth_query='hidden' .*has no query"),
+    Bad("static_heads", dict(depth_weights="dense_former", depth_heads=2), r"depth_heads=2 .*'dense_former' has no"),
+    Bad(
+        "scalars_added", dict(residual="delta_block", depth_weights="dense_former"), r"depth_weights='dense_former' .*"
+    ),
+    Bad("first_mix", dict(first_mix=True, depth_weights="sigmoid"), r"first_mix=True .*K3's files"),
+    Bad("first_mix_delta", dict(first_mix=True, residual="delta_block"), r"first_mix=True .*K3's files"),
     Bad("mla_order", dict(mla_layers=(2, 1)), r"mla_layers=\(2, 1\) .*rising"),
 ]
 

@@ -23,7 +23,7 @@ from kimi_jax.hf_files import CONFIG, INDEX, SINGLE
 from kimi_jax.hf_tensors import official_tensors
 from kimi_jax.mxfp4 import decode
 from kimi_jax.sharding import make_mesh, param_shardings
-from tests.kimi_jax.small_models import EXPERTS, small_config, small_model
+from tests.kimi_jax.small_models import EXPERTS, forward, small_config, small_model, tokens_for
 from tests.support import GOLDEN
 
 LINEAR, K3, K3_PACKED = (GOLDEN / name for name in ("kimi_linear_a", "kimi_k3_a", "kimi_k3_b"))
@@ -444,6 +444,30 @@ def test_the_vision_tower_is_left_out_and_nothing_else(tmp_path, caplog):
         load_hf(tmp_path / "copy")
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("residual", "mhc"),
+        ("residual", "delta_block"),
+        ("depth_weights", "static"),
+        ("depth_key_norm", False),
+        ("depth_query", "hidden"),
+    ],
+)
+def test_sites_of_other_parameters_cannot_be_filled(field, value):
+    with pytest.raises(ValueError, match=f"published format has no parameters for {field}="):
+        load_hf(K3, **{field: value})
+
+
+def test_released_weights_can_be_mixed_by_heads():
+    """Heads and windows have the same parameters."""
+    model, plain = load_hf(K3, depth_heads=2), load_hf(K3)
+    assert model.config.first_mix == plain.config.first_mix
+    np.testing.assert_array_equal(model.final_mix.query[...], plain.final_mix.query[...])
+    tokens = tokens_for(model.config, 1, 5)
+    assert np.abs(forward(model)(tokens) - forward(plain)(tokens)).max() > 1e-4
+
+
 class BadSave(NamedTuple):
     name: str
     fields: dict[str, Any]
@@ -454,6 +478,13 @@ class BadSave(NamedTuple):
 BAD_SAVES = [
     BadSave("output_gate", {"output_gate": "swish"}, {}, "no place for output_gate='swish'"),
     BadSave("residual", {"residual": "full_attn_res"}, {}, "no place for residual='full_attn_res'"),
+    BadSave("delta", {"residual": "delta_block"}, {}, "no place for residual='delta_block'"),
+    BadSave("mhc", {"residual": "mhc"}, {}, "no place for residual='mhc'"),
+    BadSave("depth_weights", {"depth_weights": "sigmoid"}, {}, "no place for depth_weights='sigmoid'"),
+    BadSave("depth_key_norm", {"depth_key_norm": False}, {}, "no place for depth_key_norm=False"),
+    BadSave("depth_query", {"depth_query": "hidden"}, {}, "no place for depth_query='hidden'"),
+    BadSave("depth_heads", {"depth_heads": 4}, {}, "no place for depth_heads=4"),
+    BadSave("depth_window", {"depth_window": 8}, {}, "no place for depth_window=8"),
     BadSave("block_size", {"block_size": 1}, {}, "no place for block_size=1"),
     BadSave("grouped_values", {"kda_num_value_heads": 8}, {}, "no place for kda_num_value_heads=8"),
     BadSave("dtype", {}, {"dtype": "int8"}, "dtype='int8' is not allowed"),

@@ -16,12 +16,10 @@ from tests.support import F32_FORWARD, assert_close
 
 
 @functools.cache
-def step_zero(residual: str, block_size: int):
+def step_zero(**fields):
     """Logits and gradients by parameter of a fresh float64 model, without the parameters of the mixes."""
     with jax.enable_x64(True):
-        config = small_config(
-            residual=residual, block_size=block_size, norm_eps=1e-12, dtype="float64", param_dtype="float64"
-        )
+        config = small_config(norm_eps=1e-12, dtype="float64", param_dtype="float64", **fields)
         model = KimiLM(config, rngs=nnx.Rngs(0))
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         tokens = tokens_for(config, 2, 12)
@@ -44,8 +42,8 @@ def step_zero(residual: str, block_size: int):
 def test_step_zero_equals_the_prenorm_baseline(residual, block_size):
     """With zero queries AttnRes is a rescaled residual stream, and every norm takes the scale out again: up to eps over
     the mean square of the stream, here 1e-12 over about 1e-4."""
-    logits, gradients = step_zero(residual, block_size)
-    baseline_logits, baseline_gradients = step_zero("standard", 2)
+    logits, gradients = step_zero(residual=residual, block_size=block_size)
+    baseline_logits, baseline_gradients = step_zero(residual="standard")
     assert logits.dtype == np.float64
     assert_close(logits, baseline_logits, 1e-7, "logits")
     assert gradients.keys() == baseline_gradients.keys() and len(gradients) > 20
