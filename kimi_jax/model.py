@@ -294,6 +294,7 @@ def _site(config: ModelConfig, residual: BlockAttnRes, sublayer: int, rngs: nnx.
         eps=config.norm_eps,
         rngs=rngs,
         param_dtype=jnp.dtype(config.param_dtype),
+        backend=config.kernel_backend,
     )
 
 

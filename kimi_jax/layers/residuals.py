@@ -40,8 +40,10 @@ from .parameters import at_least_float32, ones
 class DepthMix(nnx.Module):
     """The parameters of one site: a query, zero at first (all sources weigh the same), and the keys' norm weight."""
 
-    def __init__(self, dim: int, *, eps: float, param_dtype=jnp.float32):
+    def __init__(self, dim: int, *, eps: float, param_dtype=jnp.float32, backend: str = "auto"):
         self.eps = eps
+        # A named kernel would refuse what "auto" leaves to XLA, such as Auto axes; the reference stacks the sources.
+        self.backend = "xla" if backend in ("reference", "xla") else "auto"
         self.query = nnx.Param(jnp.zeros(dim, param_dtype), axes=(None,))
         self.key_scale = ones(dim, param_dtype)
 
@@ -49,8 +51,9 @@ class DepthMix(nnx.Module):
         """The mixture [..., dim] of bank and sum, in their dtype; scores and softmax are at least float32."""
         query, key_scale = self.query[...], self.key_scale[...]
         if state.count is None:
-            return attn_res((*state.bank, state.sum), query, key_scale, eps=self.eps)
-        return attn_res((state.sum, *state.bank), query, key_scale, count=state.count + 1, eps=self.eps)
+            return attn_res((*state.bank, state.sum), query, key_scale, eps=self.eps, backend=self.backend)
+        sources, count = (state.sum, *state.bank), state.count + 1
+        return attn_res(sources, query, key_scale, count=count, eps=self.eps, backend=self.backend)
 
 
 Site = DepthMix | VariantMix | HyperConnection
@@ -237,13 +240,15 @@ def make_site(
     eps: float,
     rngs: nnx.Rngs,
     param_dtype=jnp.float32,
+    backend: str = "auto",
 ) -> Site:
-    """The parameters of one site of a model of `depth` sub-layers. Attention Residuals proper have `attn_res`."""
+    """The parameters of one site of a model of `depth` sub-layers. Attention Residuals proper have `attn_res`, without
+    kernels where `backend` is "xla" or "reference"."""
     if isinstance(residual, HyperConnections):
         return HyperConnection(dim, residual.streams, eps=eps, rngs=rngs, param_dtype=param_dtype)
     adds = isinstance(residual, DeltaBlock)
     if weighing == Weighing() and not adds:
-        return DepthMix(dim, eps=eps, param_dtype=param_dtype)
+        return DepthMix(dim, eps=eps, param_dtype=param_dtype, backend=backend)
     sources = residual.bank_rows(depth) + 1
     return VariantMix(dim, weighing, sources=sources, adds=adds, eps=eps, param_dtype=param_dtype)
 

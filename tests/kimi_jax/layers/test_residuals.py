@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.gpu_aot import lower_for_hopper
 from kimi_jax.layers.residuals import BlockAttnRes, DepthMix, DepthState, FullAttnRes, StandardResidual, make_residual
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
@@ -117,6 +118,16 @@ def test_zero_query_takes_the_plain_mean():
     gradient = nnx.merge(graphdef, pull_back(cotangent)[0])
     assert float(jnp.abs(gradient.query[...]).max()) > 0
     assert not np.any(gradient.key_scale[...])
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("backend, kernels", [("auto", 1), ("mosaic_gpu", 1), ("xla", 0), ("reference", 0)])
+def test_a_site_runs_the_kernels_of_its_machine(backend, kernels, scanned):
+    graphdef, params = nnx.split(DepthMix(64, eps=1e-6, backend=backend))
+    row = jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16)
+    state = DepthState((row, row), row, count=jax.ShapeDtypeStruct((), jnp.int32) if scanned else None)
+    lowered = lower_for_hopper(lambda params, state: nnx.merge(graphdef, params)(state), params, state)
+    assert lowered.as_text().count("@mosaic_gpu_v2") == kernels
 
 
 def test_a_bank_with_dead_rows_mixes_like_one_without():
