@@ -48,7 +48,10 @@ class _Parts:
 
     def __getitem__(self, at):
         at = at if isinstance(at, tuple) else (at,)
-        return Ref(self.ref.array[tuple(map(_within, at, self.ref.shape))], self.ref.once)
+        parts = tuple(map(_within, at, self.ref.shape))
+        if all(part is not ... for part in parts):
+            parts += (...,)  # a single number is a view too, and can be written to
+        return Ref(self.ref.array[parts], self.ref.once)
 
 
 def _within(i, size):
