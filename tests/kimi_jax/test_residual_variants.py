@@ -91,8 +91,15 @@ def extending(name: str, scan: bool):
     return model, lambda tokens, cache: extend(state, tokens, cache)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case, scan",
+    [
+        # By default each in one of the two ways.
+        pytest.param(case, scan, id=f"{case.name}-{scan}", marks=() if scan == index % 2 else pytest.mark.exhaustive)
+        for index, case in enumerate(CASES)
+        for scan in (False, True)
+    ],
+)
 def test_decoding_token_by_token_equals_the_full_forward(case, scan):
     model, extend = extending(case.name, scan)
     assert (model.layers.repetition.count > 1) == scan
@@ -110,24 +117,22 @@ def loss_and_gradients(model, tokens):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hidden",
-        "mhc",
-        pytest.param("static", marks=pytest.mark.exhaustive),
-        pytest.param("delta_heads_sigmoid", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_equals_one_device_on_a_mesh(name, axis_type):
+MESHED_BY_DEFAULT = [("hidden", "Explicit"), ("mhc", "Auto")]
+MESHED = [
+    pytest.param(name, axes, marks=() if (name, axes) in MESHED_BY_DEFAULT else pytest.mark.exhaustive)
+    for name in ("hidden", "mhc", "static", "delta_heads_sigmoid")
+    for axes in ("Auto", "Explicit")
+]
+
+
+@pytest.mark.parametrize("name, axes", MESHED)
+def test_equals_one_device_on_a_mesh(name, axes):
     """Loss and each gradient, scanned and recomputed; the matrices of a query from the hidden state and of mHC are cut
     over fsdp."""
     model, _ = extending(name, True)
     tokens = tokens_for(model.config, 4, 7)
     loss, gradients = loss_and_gradients(model, tokens)
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, axis_type=axis_type)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, axis_type=AxisType[axes])
     model = small_model(model.config)
     with jax.set_mesh(mesh):
         shard_model(model, mesh)

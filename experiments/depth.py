@@ -1,0 +1,193 @@
+"""What a trained model's depth mixing has learned, and how large outputs and gradients are over the depth.
+
+    uv run python -m experiments.depth --workdirs=runs/plain,runs/attn_res
+
+takes the newest checkpoint of each run, reads validation text of the run's own, and writes the numbers
+(results/depth.json) and a figure of them (results/depth.png): how much of each source every site reads, on average over
+tokens, and for every sub-layer the root mean square of its output and of the loss's gradient there (AttnRes, Figures 5
+and 8).
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from flax import nnx
+
+from experiments.benchmark import card
+from experiments.benchmark_suites import versions
+from experiments.input_pipeline import validation_batches
+from experiments.metrics import replace_text
+from experiments.run_directory import CHECKPOINTS, saved_settings
+from experiments.text import load_corpus
+from experiments.tokenization import get_tokenizer
+from kimi_jax.checkpoints import load_model
+from kimi_jax.layers.residuals import DepthMix, DepthState
+from kimi_jax.model import KimiLM, lm_loss
+
+ROWS = 8  # of validation text
+
+
+def depth_profile(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | None = None) -> dict[str, Any]:
+    """Numbers over the depth of a model on tokens int [B, T], means over all of its tokens.
+
+    Returns:
+        {"loss": nats per token, "output_rms": [sub-layers], "gradient_rms": [sub-layers], of the mean loss with respect
+        to each output, "weights": per site a list over its sources (the embedding or oldest block first, the growing
+        one last), or None where the site weighs nothing or in another way than softmax over normalised keys}. The last
+        site is the output's.
+
+    Raises:
+        NotImplementedError: for scan_layers, whose sites are not seen one by one.
+    """
+    if model.config.scan_layers:
+        raise NotImplementedError("scan_layers=True: the sites of scanned layers cannot be read; train without it")
+    graphdef, params = nnx.split(model)
+    sublayers = 2 * model.config.num_layers
+
+    def loss(nudges):
+        own = nnx.merge(graphdef, params)
+        probe = own.residual = _Probe(own.residual, nudges)
+        own.layers.remat = "none"  # what is recorded may not be a tracer of a checkpoint's inside
+        for layer in own.layers.lead:
+            layer.residual = probe
+        return lm_loss(own, tokens, segment_ids)[0], (probe.outputs, probe.weights)
+
+    zeros = [jnp.zeros((*tokens.shape, model.config.hidden_size), model.dtype)] * sublayers
+    (found, (outputs, weights)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(zeros)
+    return {
+        "loss": float(found),
+        "output_rms": [float(x) for x in outputs],
+        "gradient_rms": [float(_rms(x)) for x in gradients],
+        "weights": [None if w is None else [float(x) for x in w] for w in weights],
+    }
+
+
+class _Probe:
+    """A residual that remembers what passes by. Zeros are added to outputs, and the loss differentiated by them."""
+
+    def __init__(self, residual, nudges: Sequence[jax.Array]):
+        self.residual, self.nudges = residual, nudges
+        self.outputs, self.weights = [], []
+
+    def __getattr__(self, name):
+        return getattr(self.residual, name)
+
+    def mix(self, state, site):
+        self.weights.append(_mean_weights(state, site) if isinstance(site, DepthMix) else None)
+        return self.residual.mix(state, site)
+
+    def add(self, state, output, site=None):
+        self.outputs.append(_rms(output))
+        return self.residual.add(state, output + self.nudges[state.depth], site)
+
+
+def _mean_weights(state: DepthState, site: DepthMix) -> jax.Array:
+    """[sources], as attn_res weighs them."""
+    sources = [x.astype(jnp.float32) for x in (*state.bank, state.sum)]
+    gain = site.query[...] * site.key_scale[...]
+    scores = [x @ gain * jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + site.eps) for x in sources]
+    weights = jax.nn.softmax(jnp.stack(scores), axis=0)
+    return jnp.mean(weights, axis=tuple(range(1, weights.ndim)))
+
+
+def _rms(x):
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def profile_run(workdir: str) -> dict[str, Any]:
+    """`depth_profile` of a run's newest checkpoint on the first rows of its validation text, with what the run was.
+
+    ValueError if the directory holds no run or no checkpoint.
+    """
+    settings = saved_settings(workdir)
+    if settings is None:
+        raise ValueError(f"workdirs: {workdir!r} holds no run; give directories that experiments.train printed")
+    model = load_model(f"{workdir}/{CHECKPOINTS}")
+    corpus = load_corpus(
+        settings.data, get_tokenizer(settings.tokenizer), validation_data=settings.validation_data, seed=settings.seed
+    )
+    batch = next(validation_batches(corpus.validation, sequence_length=settings.sequence_length, batch_size=ROWS))
+    profile = depth_profile(model, jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids))
+    about = {"config": settings.config, "overrides": settings.overrides, "steps": settings.steps, "seed": settings.seed}
+    return {"run": about, "residual": model.config.residual, "block_size": model.config.block_size, **profile}
+
+
+def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """The weights of every run that has some, and outputs and gradients of all."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mixed = {name: p for name, p in profiles.items() if any(w is not None for w in p["weights"])}
+    figure, axes = pyplot.subplots(1, len(mixed) + 2, figsize=(4.6 * (len(mixed) + 2), 4.2), layout="constrained")
+    for axis, (name, profile) in zip(axes, mixed.items(), strict=False):
+        image = axis.imshow(_as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axis.set(title=f"{name}: what each site reads", xlabel="source, oldest first", ylabel="site, the output's last")
+        figure.colorbar(image, ax=axis, label="mean weight")
+    for axis, key, title in ((axes[-2], "output_rms", "output"), (axes[-1], "gradient_rms", "gradient at the output")):
+        for name, profile in profiles.items():
+            axis.plot(range(1, len(profile[key]) + 1), profile[key], marker="o", markersize=3, label=name)
+        axis.set(title=f"root mean square of each {title}", xlabel="sub-layer", yscale="log")
+        axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _as_matrix(weights: Sequence[Sequence[float] | None]) -> np.ndarray:
+    """[sites, sources], NaN where a site has no such source."""
+    matrix = np.full((len(weights), max(len(w) for w in weights if w is not None)), np.nan)
+    for row, found in zip(matrix, weights, strict=True):
+        if found is not None:
+            row[: len(found)] = found
+    return matrix
+
+
+def main(argv: list[str]) -> None:
+    values = flags.FLAGS
+    names = values.names or [Path(workdir).name for workdir in values.workdirs]
+    if len(names) != len(values.workdirs) or len({*names}) != len(names):
+        raise app.UsageError(f"--names: got {names} for {len(values.workdirs)} runs; each needs a name of its own")
+    try:
+        profiles = {name: profile_run(w) for name, w in zip(names, values.workdirs, strict=True)}
+    except (ValueError, NotImplementedError) as error:
+        logging.debug("where it happened:", exc_info=True)
+        sys.exit(f"error: {error}")
+    about = {
+        "command": shlex.join(["python", "-m", "experiments.depth", *argv_of(values)]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "card": card(),
+        "versions": versions(),
+    }
+    out = Path(values.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out, json.dumps({**about, "profiles": profiles}, indent=1) + "\n")
+    draw(profiles, out.with_suffix(".png"))
+    for name, profile in profiles.items():
+        last = profile["weights"][-1]
+        read = "" if last is None else f"   the output reads {', '.join(f'{w:.2f}' for w in last)}"
+        rms = profile["output_rms"]
+        print(f"{name}: {profile['loss']:.3f} nats   outputs {min(rms):.2g} to {max(rms):.2g}{read}")
+    print(f"wrote {out} and {out.with_suffix('.png')}")
+
+
+def argv_of(values) -> list[str]:
+    return [f"--workdirs={','.join(values.workdirs)}"] + ([f"--names={','.join(values.names)}"] if values.names else [])
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("workdirs", None, "Directories of runs.", required=True)
+    flags.DEFINE_list("names", None, "What to call them in the figure (default: the directories' names).")
+    flags.DEFINE_string("out", "results/depth.json", "Where the numbers go; the figure lies beside, as .png.")
+    flags.FLAGS.verbosity = logging.WARNING
+    app.run(main)
