@@ -23,7 +23,7 @@ import jax
 from absl import app, flags
 
 from experiments import benchmark_attn_res, benchmark_kda_gpu, gpu_timing, tpu_schedule, tpu_schedule_attn_res
-from experiments.benchmark_suites import SUITES, versions
+from experiments.benchmark_suites import SUITES, card, versions
 
 # Nothing runs, nothing is timed.
 _SCHEDULES = {"tpu_schedule": tpu_schedule, "tpu_schedule_attn_res": tpu_schedule_attn_res}
@@ -58,18 +58,6 @@ def measure(suite: str, **options: Any) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions()},
         **_ALL[suite](**options),
     }
-
-
-def card() -> str:
-    """The device that jax computes on: its model, or the processor's with the number of cores."""
-    if jax.default_backend() != "cpu":
-        return jax.devices()[0].device_kind
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.machine()
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -5,11 +5,14 @@ the two results are compared first: a fast wrong answer is an error, not a time.
 """
 
 import importlib.metadata
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -90,6 +93,18 @@ def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs, pullback(outputs)
 
     return both
+
+
+def card() -> str:
+    """The device that jax computes on: its model, or the processor's with the number of cores."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def versions() -> dict[str, str]:

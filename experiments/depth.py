@@ -22,8 +22,7 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from experiments.benchmark import card
-from experiments.benchmark_suites import versions
+from experiments.benchmark_suites import card, versions
 from experiments.input_pipeline import validation_batches
 from experiments.metrics import replace_text
 from experiments.run_directory import CHECKPOINTS, saved_settings
@@ -126,7 +125,7 @@ def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     mixed = {name: p for name, p in profiles.items() if any(w is not None for w in p["weights"])}
     figure, axes = pyplot.subplots(1, len(mixed) + 2, figsize=(4.6 * (len(mixed) + 2), 4.2), layout="constrained")
@@ -134,11 +133,16 @@ def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         image = axis.imshow(_as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set(title=f"{name}: what each site reads", xlabel="source, oldest first", ylabel="site, the output's last")
         figure.colorbar(image, ax=axis, label="mean weight")
-    for axis, key, title in ((axes[-2], "output_rms", "output"), (axes[-1], "gradient_rms", "gradient at the output")):
+    for axis, key, title in (
+        (axes[-2], "output_rms", "outputs"),
+        (axes[-1], "gradient_rms", "gradients at the outputs"),
+    ):
         for name, profile in profiles.items():
             axis.plot(range(1, len(profile[key]) + 1), profile[key], marker="o", markersize=3, label=name)
-        axis.set(title=f"root mean square of each {title}", xlabel="sub-layer", yscale="log")
+        axis.set(title=f"{title}, root mean square", xlabel="sub-layer", yscale="log")
         axis.legend()
+    for axis in axes:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -1,6 +1,9 @@
 """What experiments.depth says of a model, on models whose depth is known by construction."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from kimi_jax.configs import get_config
 from kimi_jax.model import KimiLM, lm_loss
 from tests.support import assert_close
 
+ROOT = Path(__file__).parents[2]
 TOKENS = jax.random.randint(jax.random.key(0), (2, 16), 0, 256)
 
 
@@ -89,6 +93,8 @@ def test_a_figure_of_runs_with_and_without_weights(tmp_path):
     json.dumps(profiles)
 
 
-def test_no_run_is_said(tmp_path):
-    with pytest.raises(ValueError, match="workdirs: .*holds no run"):
-        depth.profile_run(str(tmp_path))
+def test_the_program_says_that_there_is_no_run(tmp_path):
+    command = [sys.executable, "-m", "experiments.depth", f"--workdirs={tmp_path}", f"--out={tmp_path}/depth.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1 and f"error: workdirs: '{tmp_path}' holds no run; give" in done.stderr
+    assert not list(tmp_path.iterdir())
