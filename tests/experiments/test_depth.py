@@ -26,7 +26,7 @@ def tiny(**fields):
 
 
 @pytest.mark.parametrize("residual, sources", [
-    ("full_attn_res", [None, 2, 3, 4, 5]), ("block_attn_res", [None, 2, 2, 3, 3]), ("standard", [None] * 5),
+    ("full_attn_res", [None, 2, 3, 4, 5]), ("block_attn_res", [None, 2, 2, 3, 3]),
 ])  # fmt: skip
 def test_a_new_model_weighs_all_sources_alike(residual, sources):
     model = tiny(residual=residual)

@@ -68,8 +68,14 @@ CASES = [
 ]
 
 
+# By default every axis, both types of axes, and a scan, once.
+DEFAULT = ("data2_tensor4_auto", "data2_fsdp2_tensor2_explicit", "fsdp4_tensor2_auto_scan")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=() if c.name in DEFAULT else pytest.mark.exhaustive) for c in CASES]
+)
 def test_loss_and_each_gradient_equal_one_device(case):
     """Field case SH05 too: plain jit gathers parameters over fsdp and no activation, be it q, k, v, g or smaller."""
     (expected_loss, expected_aux), expected = one_device(case.scan)

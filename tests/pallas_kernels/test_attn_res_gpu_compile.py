@@ -86,7 +86,7 @@ def test_every_kind_of_call(case):
     assert kernels(lowered) == 2
     for x, primal in zip(jax.tree.leaves(lowered.out_info), jax.tree.leaves(arrays), strict=True):
         assert (x.shape, x.dtype) == (primal.shape, primal.dtype)
-    mixture, lse = lower_for_hopper(forward, arrays, count).out_info
+    mixture, lse = jax.eval_shape(forward, arrays, count)
     assert (mixture.shape, mixture.dtype) == ((2, case.T, case.D), case.dtype)
     assert (lse.shape, lse.dtype) == ((2, case.T), jnp.float32)
 
