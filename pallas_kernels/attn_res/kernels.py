@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from ..varying import same_axes, vary, varying
 from .inputs import Inputs
 
 __all__ = ["MAX_SOURCES", "Machine", "Static", "common_limits", "mix_by"]
@@ -72,7 +73,7 @@ def _over_devices(run, sources, gain, scale, count):
     first = jax.tree.leaves(sources)[0]
     sharding = getattr(jax.typeof(first), "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return run(*_vary_alike((sources, gain, scale, count)))
+        return run(*same_axes((sources, gain, scale, count)))
     whole = PartitionSpec()
     tokens = _spec(first)[0 if isinstance(sources, tuple) else 1 : -1]
     arrays = (sources, gain, scale, count)
@@ -82,7 +83,7 @@ def _over_devices(run, sources, gain, scale, count):
         lambda x, spec: jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec)), arrays, specs
     )
     out = PartitionSpec(*tokens, None), PartitionSpec(*tokens)
-    return jax.shard_map(lambda *x: run(*_vary_alike(x)), in_specs=specs, out_specs=out)(*arrays)
+    return jax.shard_map(lambda *x: run(*same_axes(x)), in_specs=specs, out_specs=out)(*arrays)
 
 
 def _spec(x) -> tuple:
@@ -127,7 +128,7 @@ def _by_token(call: Callable) -> Callable:
 
     def run(*args):
         # custom_vmap forgets over which axes of a shard_map its results vary: as all of its arguments do.
-        return jax.tree.map(lambda x: _vary(x, _varying(args)), batched_call(*args))
+        return jax.tree.map(lambda x: vary(x, varying(args)), batched_call(*args))
 
     @batched_call.def_vmap
     def rule(n, batched, *args):
@@ -136,21 +137,3 @@ def _by_token(call: Callable) -> Callable:
         return out, jax.tree.map(lambda _: True, out)
 
     return run
-
-
-def _vary_alike(arrays):
-    """Inside shard_map: every array marked as varying over the axes over which any of them varies.
-
-    jax's transpose of the mark adds up the gradients of what the devices share.
-    """
-    axes = _varying(arrays)
-    return jax.tree.map(lambda x: _vary(x, axes), arrays)
-
-
-def _varying(arrays) -> frozenset:
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
-
-
-def _vary(x, axes):
-    missing = tuple(axes - _varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x

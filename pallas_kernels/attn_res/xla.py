@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from ..varying import same_axes
 from .inputs import Inputs
 
 
@@ -41,7 +42,7 @@ def mix_xla(inputs: Inputs, return_lse: bool) -> jax.Array | tuple[jax.Array, ja
     rows = len(sources)
     if isinstance(count, int):
         rows, count = count, None
-    sources, gain, output_scale = _vary_alike(sources, gain, output_scale, count)
+    sources, gain, output_scale, count = same_axes((sources, gain, output_scale, count))
     mixture, lse = _mix(_Static(inputs.eps, dtype, rows), sources, gain, output_scale, count)
     return (mixture, lse) if return_lse else mixture
 
@@ -160,22 +161,6 @@ def _rstd(static: _Static, h):
 
 def _dtype(sources):
     return (sources[0] if isinstance(sources, tuple) else sources).dtype
-
-
-def _vary_alike(sources, gain, output_scale, count):
-    """Inside shard_map: mark every input as varying over the axes over which any of them varies.
-
-    A reverse pass written by hand must return cotangents that vary exactly as the inputs do. Marked here, jax's
-    own transpose adds up the query's gradient over the devices that share it.
-    """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves((sources, gain, output_scale, count))]
-    axes = frozenset().union(*varying)
-
-    def mark(x):
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, (sources, gain, output_scale))
 
 
 def _typed_like(x, primal):

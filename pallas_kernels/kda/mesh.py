@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ..varying import same_axes, vary, varying
+
 __all__ = [
     "laid_as",
     "over_shards",
@@ -128,23 +130,5 @@ def laid_as(cotangent, primal):
     return jax.sharding.reshard(cotangent, sharding) if AxisType.Explicit in sharding.mesh.axis_types else cotangent
 
 
-def same_axes(arrays):
-    """Inside shard_map: every array varying over the axes that any of them varies over.
-
-    The transpose of this cast is the sum over the mesh that a replicated A_log or initial state needs.
-    """
-    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(arrays)))
-    return jax.tree.map(lambda x: vary(x, axes), arrays)
-
-
 def _explicit_mesh(shardings):
     return next((s.mesh for s in shardings if s is not None and AxisType.Explicit in s.mesh.axis_types), None)
-
-
-def varying(x):
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def vary(x, axes):
-    missing = tuple(axes - varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -111,7 +111,7 @@ class Rows(NamedTuple):
 
     @functools.cache  # noqa: B019
     def _store(self, size, dtype):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, _INDEX))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, EVERYWHERE))
         def store(ctx, ref, x, first):
             index = ir.IndexType.get()
             [[start]] = first.registers.reshape(1, 1)
@@ -134,9 +134,6 @@ class Rows(NamedTuple):
             return store(ref, x, everywhere(first, (1,)))
 
         return call
-
-
-_INDEX = EVERYWHERE
 
 
 def everywhere(x, shape):
