@@ -9,12 +9,14 @@ other models rotate ("rope") is shared by all heads and is never rotated here: o
     y       = (softmax(q key^T (nope + rope)^-0.5) value, optionally times sigmoid(x W_g)) W_o
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 
 from kimi_jax.sharding import constrain, project, spread
 
@@ -119,11 +121,8 @@ class MLA(nnx.Module):
 
     def _attend_self(self, x_BTD, ids):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
-        T = x_BTD.shape[1]
-        mask_BTS = jnp.tril(jnp.ones((1, T, T), bool))
-        if ids is not None:
-            mask_BTS = mask_BTS & (ids[:, :, None] == ids[:, None, :])
-        o = self._attend(self._queries(x_BTD), *self._latents(x_BTD), mask_BTS)
+        mask_BTS = None if ids is None else ids[:, :, None] == ids[:, None, :]
+        o = self._attend(self._queries(x_BTD), *self._latents(x_BTD), mask_BTS, causal=True)
         return self._output(x_BTD, o, ids)
 
     def _attend_cache(self, x_BTD, ids, cache):
@@ -158,7 +157,7 @@ class MLA(nnx.Module):
         both = project(x_BTD, self.kv_a, ("batch", None, None))
         return self.kv_norm(both[..., : self.kv_lora_rank]), both[..., self.kv_lora_rank :]
 
-    def _attend(self, q_BTNH, latent_BSC, k_rope_BSR, mask_BTS):
+    def _attend(self, q_BTNH, latent_BSC, k_rope_BSR, mask_BTS, *, causal=False):
         """Softmax attention of the queries over the keys and values expanded from S latents -> [B, T, N, v]."""
         B, S, _ = latent_BSC.shape
         kv = project(latent_BSC.astype(self.dtype), self.kv_b, ("batch", None, "heads"))
@@ -167,7 +166,8 @@ class MLA(nnx.Module):
         k_rope = k_rope_BSR.astype(self.dtype)[:, :, None]
         k_rope = spread(k_rope, (B, S, self.num_heads, self.qk_rope_dim), "batch", None, "heads", None)
         k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
-        return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=(self.qk_nope_dim + self.qk_rope_dim) ** -0.5)
+        scale = (self.qk_nope_dim + self.qk_rope_dim) ** -0.5
+        return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=scale, causal=causal)
 
     def _output(self, x_BTD, o_BTNV, ids):
         # A row without any visible key averages over all of them: its output is dropped here.
@@ -178,18 +178,59 @@ class MLA(nnx.Module):
         return project(o, self.o, ("batch", None, None))
 
 
-def attention(q_BTNH: jax.Array, k_BSNH: jax.Array, v_BSNV: jax.Array, mask_BTS: jax.Array, scale: float) -> jax.Array:
-    """Softmax attention where mask (bool [B or 1, T, S]) is True -> [B, T, N, V]; the softmax is at least float32."""
+def attention(
+    q_BTNH: jax.Array,
+    k_BSNH: jax.Array,
+    v_BSNV: jax.Array,
+    mask_BTS: jax.Array | None,
+    *,
+    scale: float,
+    causal: bool = False,
+) -> jax.Array:
+    """Softmax attention where mask (bool [B or 1, T, S]) is True -> [B, T, N, V]; the softmax is at least float32.
+
+    causal: only to positions up to the query's own, with T = S. On an NVIDIA GPU such calls go to cuDNN, in bfloat16
+    and with an even T, and write no [T, S] scores; all others to XLA.
+    """
+    mask_BNTS = None if mask_BTS is None else mask_BTS[:, None]
     if q_BTNH.dtype == jnp.float64:  # jax.nn.dot_product_attention would take its softmax in float32
         logits = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-        weights = jax.nn.softmax(jnp.where(mask_BTS[:, None], logits, -1e300), axis=-1)
-        return jnp.einsum("BNTS,BSNV->BTNV", weights, v_BSNV)
+        for mask in (mask_BNTS, jnp.tril(jnp.ones(logits.shape[-2:], bool)) if causal else None):
+            logits = logits if mask is None else jnp.where(mask, logits, -1e300)
+        return jnp.einsum("BNTS,BSNV->BTNV", jax.nn.softmax(logits, axis=-1), v_BSNV)
     # It wants keys and values of one size; zeros in the last columns change neither scores nor the values kept.
     size, v_size = q_BTNH.shape[-1], v_BSNV.shape[-1]
     q, k, v = (_pad_last(x, max(size, v_size)) for x in (q_BTNH, k_BSNH, v_BSNV))
     precision = None if q.dtype == jnp.bfloat16 else "highest"
     with jax.default_matmul_precision(precision):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask_BTS[:, None], scale=scale)[..., :v_size]
+        o = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask_BNTS,
+            scale=scale,
+            is_causal=causal,
+            implementation="cudnn" if _by_cudnn(q, causal) else None,
+        )
+    return o[..., :v_size]
+
+
+def _by_cudnn(q_BTNH, causal: bool) -> bool:
+    _, T, _, H = q_BTNH.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)  # its partitioning knows Auto axes alone
+    serves = causal and q_BTNH.dtype == jnp.bfloat16 and T % 2 == 0 and H % 8 == 0 and not explicit
+    return serves and _gpu_head_size() >= H
+
+
+@functools.cache
+def _gpu_head_size() -> int:
+    """The largest that cuDNN's attention takes here; 0 where jax computes on something else."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
+        return 0
+    capability = float(device.compute_capability)
+    return 256 if capability >= 9 else 128 if capability >= 8 else 0
 
 
 def _check_room(cache: MLACache, ids_BT: np.ndarray | None) -> None:
