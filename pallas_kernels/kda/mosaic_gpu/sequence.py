@@ -7,8 +7,11 @@ gate is activated here too, as it is if its input is not bfloat16; it is fused o
 
 For the backward the inputs are kept and the state before each group of chunks (pieces.py); it computes the terms and
 states of all chunks again.
+
+Each kernel stands in a jit of its own: it takes seconds to lower, which is then done once for all layers of a model.
 """
 
+import inspect
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +33,18 @@ from .state import pass_state, piece_maps, piece_transitions, recompute_states
 from .state_backward import pass_state_backward
 
 __all__ = ["sequence"]
+
+
+def _once(kernel):
+    static = [
+        name for name in inspect.signature(kernel).parameters if name in ("o", "pieces", "groups", "skip", "keep")
+    ]
+    return jax.jit(kernel, static_argnames=static)
+
+
+intra, intra_backward, chunk_backward = map(_once, (intra, intra_backward, chunk_backward))
+pass_state, pass_state_backward, recompute_states = map(_once, (pass_state, pass_state_backward, recompute_states))
+piece_maps, piece_transitions = map(_once, (piece_maps, piece_transitions))
 
 
 class Arrays(NamedTuple):
