@@ -80,6 +80,10 @@ class _Probe:
     def __getattr__(self, name):
         return getattr(self.residual, name)
 
+    def read(self, state, site, norm):
+        self.weights.append(_mean_weights(state, site) if isinstance(site, DepthMix) else None)
+        return self.residual.read(state, site, norm)
+
     def mix(self, state, site):
         self.weights.append(_mean_weights(state, site) if isinstance(site, DepthMix) else None)
         return self.residual.mix(state, site)

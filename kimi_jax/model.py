@@ -137,11 +137,11 @@ class Layer(nnx.Module):
 
     def __call__(self, state, segment_ids, cache=None, lengths=None):
         """(state with both outputs added, cache, router load [E] or None)."""
-        x_BTD = self.residual.mix(state, self.attention_mix)
-        y_BTD, cache = self.attention(self.attention_norm(x_BTD), segment_ids, cache, lengths)
+        x_BTD, state = self.residual.read(state, self.attention_mix, self.attention_norm)
+        y_BTD, cache = self.attention(x_BTD, segment_ids, cache, lengths)
         state = self.residual.add(state, y_BTD, self.attention_mix)
 
-        x_BTD = self.ffn_norm(self.residual.mix(state, self.ffn_mix))
+        x_BTD, state = self.residual.read(state, self.ffn_mix, self.ffn_norm)
         if isinstance(self.ffn, MoE):
             y_BTD, load = self.ffn(x_BTD, None if segment_ids is None else segment_ids >= 0)
         else:

@@ -3,7 +3,8 @@
 One state machine serves all kinds. It holds finished sums, the "bank", and the sum that is still growing:
 
     start   bank empty, sum = the token embedding
-    mix     what the next sub-layer reads: softmax attention over the bank and the sum (with an empty bank: the sum)
+    mix     what the next sub-layer reads: softmax attention over the bank and the sum (with an empty bank: the sum);
+            read does that and the sub-layer's PreNorm in one pass over the sources
     add     of a sub-layer's output: at the first sub-layer of a block the sum joins the bank and the output starts a
             new one; otherwise the output is added to it
 
@@ -34,6 +35,7 @@ from pallas_kernels import attn_res
 
 from .depth_variants import VariantMix, Weighing
 from .hyper_connections import HyperConnection, merge_streams, split_streams
+from .norms import RMSNorm
 from .parameters import at_least_float32, ones
 
 
@@ -49,11 +51,31 @@ class DepthMix(nnx.Module):
 
     def __call__(self, state: "DepthState") -> jax.Array:
         """The mixture [..., dim] of bank and sum, in their dtype; scores and softmax are at least float32."""
-        query, key_scale = self.query[...], self.key_scale[...]
-        if state.count is None:
-            return attn_res((*state.bank, state.sum), query, key_scale, eps=self.eps, backend=self.backend)
-        sources, count = (state.sum, *state.bank), state.count + 1
-        return attn_res(sources, query, key_scale, count=count, eps=self.eps, backend=self.backend)
+        sources, count = _sources(state)
+        return self._mix(sources, count)
+
+    def read(self, state: "DepthState", norm: RMSNorm) -> tuple[jax.Array, "DepthState"]:
+        """norm of the mixture, in one pass with it, and the state that hands the sources on to the next site.
+
+        ValueError for a norm of another eps than the site's.
+        """
+        if norm.eps != self.eps:
+            raise ValueError(f"the norm has eps={norm.eps}, which must be the site's {self.eps}")
+        sources, count = _sources(state)
+        x, sources = self._mix(sources, count, output_scale=norm.weight[...], return_sources=True)
+        bank, sum_ = (sources[:-1], sources[-1]) if state.count is None else (sources[1:], sources[0])
+        return x.astype(norm.dtype), dataclasses.replace(state, bank=bank, sum=sum_)
+
+    def _mix(self, sources, count, **options):
+        vectors = self.query[...], self.key_scale[...]
+        return attn_res(sources, *vectors, count=count, eps=self.eps, backend=self.backend, **options)
+
+
+def _sources(state: "DepthState"):
+    """Those of attn_res, and their count."""
+    if state.count is None:
+        return (*state.bank, state.sum), None
+    return (state.sum, *state.bank), state.count + 1
 
 
 Site = DepthMix | VariantMix | HyperConnection
@@ -102,6 +124,12 @@ class BlockAttnRes:
     def mix(self, state: DepthState, site: Site | None) -> jax.Array:
         """What the next sub-layer reads. site None: a single source, which needs no weights."""
         return state.sum if site is None else site(state)
+
+    def read(self, state: DepthState, site: Site | None, norm: RMSNorm) -> tuple[jax.Array, DepthState]:
+        """norm(mix(state, site)), which the next sub-layer works on, and the state to go on from: the same values."""
+        if isinstance(site, DepthMix):
+            return site.read(state, norm)
+        return norm(self.mix(state, site)), state
 
     def opens_block(self, sublayer: int) -> bool:
         """Whether the sum is banked when this sub-layer (0-based) adds its output."""

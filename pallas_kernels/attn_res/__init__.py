@@ -4,8 +4,7 @@ Public names: `attn_res`, `attn_res_reference`, `backend_of`.
 """
 
 from functools import partial
-
-import jax
+from typing import Any
 
 from ..machine import BACKENDS, PLATFORMS, Target, choose, hopper_limits, tpu_limits
 from . import mosaic_gpu, mosaic_tpu
@@ -16,9 +15,22 @@ from .xla import mix_xla
 
 __all__ = ["attn_res", "attn_res_reference", "backend_of"]
 
+
+def _passing(mix):
+    """With the sources passed on: jax adds their cotangents up."""
+
+    def run(inputs, return_lse, return_sources):
+        results = mix(inputs, return_lse)
+        if not return_sources:
+            return results
+        return *(results if return_lse else (results,)), inputs.sources
+
+    return run
+
+
 _MIXES = {
-    "reference": mix_plainly,
-    "xla": mix_xla,
+    "reference": _passing(mix_plainly),
+    "xla": _passing(mix_xla),
     "mosaic_tpu": partial(mix_by, mosaic_tpu.MACHINE),
     "mosaic_gpu": partial(mix_by, mosaic_gpu.MACHINE),
 }
@@ -33,8 +45,9 @@ def attn_res(
     output_scale=None,
     eps: float = 1e-6,
     return_lse: bool = False,
+    return_sources: bool = False,
     backend: str = "auto",
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Mix the outputs of earlier sub-layers by attention over depth (AttnRes, section 3).
 
     For every token on its own, with `N` sources `v_i`:
@@ -60,12 +73,16 @@ def attn_res(
         (a sub-layer's PreNorm, fused); None applies no norm.
       eps: a Python number >= 0, added to the mean square.
       return_lse: also return the log-sum-exp of the scores.
+      return_sources: also return the sources, as they were given. Whoever uses those from then on, in place of the ones
+        given, has the cotangents of all uses added up as they are made, by the kernels for Hopper in place: a source
+        that many sites read (a bank) else gets an array from each of them, to be added later.
       backend: "auto", "reference", "xla", "mosaic_tpu" or "mosaic_gpu" (its kernels for TPU and for NVIDIA Hopper,
         which "auto" takes there where they serve the call). The results agree to rounding.
 
     Returns:
-      The mixture `[..., D]` in the sources' dtype, or with `return_lse` the pair (mixture, lse), lse `[...]` in
-      float32 (float64 if any input is), natural log. Two mixtures of disjoint sources, made with the same query
+      The mixture `[..., D]` in the sources' dtype; with `return_lse`, `return_sources` or both a tuple (mixture, lse,
+      sources) of what was asked for: lse `[...]` in float32 (float64 if any input is), natural log; sources a tuple or
+      the buffer. Two mixtures of disjoint sources, made with the same query
       and without output_scale, merge exactly:
 
           p = sigmoid(lse_b - lse_a);  mixture = mixture_a + p * (mixture_b - mixture_a)
@@ -80,7 +97,11 @@ def attn_res(
       NotImplementedError: a named kernel that cannot serve the call, saying why.
     """
     inputs = check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)
-    return _MIXES[_choose(backend, inputs)](inputs, return_lse)
+    results = _MIXES[_choose(backend, inputs)](inputs, return_lse, return_sources)
+    if return_sources and not inputs.is_buffer:  # rows that are known not to be live took no part
+        *others, passed = results
+        return *others, (*passed, *sources[len(passed) :])
+    return results
 
 
 def backend_of(
@@ -92,6 +113,7 @@ def backend_of(
     output_scale=None,
     eps: float = 1e-6,
     return_lse: bool = False,
+    return_sources: bool = False,
     backend: str = "auto",
     platform: str | None = None,
 ) -> str:
@@ -100,7 +122,7 @@ def backend_of(
     platform names another machine ("cpu", "gpu", "tpu", of a kind that the kernels are built for); None is the abstract
     mesh's device, else this machine's. Raises what `attn_res` would raise, and ValueError for an unknown platform.
     """
-    del return_lse
+    del return_lse, return_sources
     if platform not in PLATFORMS:
         raise ValueError(f"platform={platform!r}; allowed are {', '.join(map(repr, PLATFORMS))}")
     inputs = check_inputs(sources, query, key_scale, count=count, output_scale=output_scale, eps=eps)

@@ -3,11 +3,12 @@
 A machine's file gives two functions on flat tokens, sources being N arrays `[M, D]` or one buffer `[N, M, D]`:
 
     forward(static, sources, gain, output_scale, count) -> (mixture [M, D], lse [M], saved)
-    backward(static, sources, gain, output_scale, count, saved, mixture_bar [M, D], lse_bar [M])
+    backward(static, sources, gain, output_scale, count, saved, mixture_bar [M, D], lse_bar [M], others)
         -> (sources_bar as sources, gain_bar [D], output_scale_bar [D] or None)
 
 with gain = query * key_scale and output_scale `[D]` float32 (or None) and count an int32 scalar or None: all are live.
-saved is for the machine to lay out: logits, 1/rms and log-sum-exp of every token, float32 `[M, ...]`.
+saved is for the machine to lay out: logits, 1/rms and log-sum-exp of every token, float32 `[M, ...]`. others is None,
+or the cotangents that the sources get from elsewhere, laid out as they are: the backward adds its own to them.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ MAX_SOURCES = 64
 
 class Static(NamedTuple):
     eps: float
+    passes: bool = False  # the sources are results too
 
 
 class Machine(NamedTuple):
@@ -35,21 +37,23 @@ class Machine(NamedTuple):
     backward: Callable
 
 
-def mix_by(machine: Machine, inputs: Inputs, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
+def mix_by(machine: Machine, inputs: Inputs, return_lse: bool, return_sources: bool):
     """The mix of `inputs` by a machine's kernels, each device working on its own tokens."""
     sources, count = inputs.sources, inputs.count
     if len(sources) == 1 or (isinstance(count, int) and count == 1):
         if inputs.output_scale is None and not return_lse:
-            return sources[0]  # the softmax over one source is 1, whatever the query
+            # the softmax over one source is 1, whatever the query
+            return (sources[0], sources) if return_sources else sources[0]
     if isinstance(count, int):  # dead rows cost a kernel little, a copy of the others would cost as much as the mix
         count = jnp.int32(count) if count < len(sources) else None
     gain = inputs.query.astype(jnp.float32)
     if inputs.key_scale is not None:
         gain = gain * inputs.key_scale.astype(jnp.float32)
     scale = None if inputs.output_scale is None else inputs.output_scale.astype(jnp.float32)
-    run = partial(_on_a_device, machine, Static(inputs.eps))
-    mixture, lse = _over_devices(run, sources, gain, scale, count)
-    return (mixture, lse) if return_lse else mixture
+    run = partial(_on_a_device, machine, Static(inputs.eps, return_sources))
+    mixture, lse, *passed = _over_devices(run, sources, gain, scale, count)
+    results = (mixture, *([lse] if return_lse else []), *passed)
+    return results if len(results) > 1 else mixture
 
 
 def common_limits(inputs: Inputs, machine: str) -> str | None:
@@ -82,7 +86,7 @@ def _over_devices(run, sources, gain, scale, count):
     arrays = jax.tree.map(
         lambda x, spec: jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, spec)), arrays, specs
     )
-    out = PartitionSpec(*tokens, None), PartitionSpec(*tokens)
+    out = PartitionSpec(*tokens, None), PartitionSpec(*tokens), *([specs[0]] if run.args[1].passes else [])
     return jax.shard_map(lambda *x: run(*same_axes(x)), in_specs=specs, out_specs=out)(*arrays)
 
 
@@ -98,10 +102,12 @@ def _on_a_device(machine, static, sources, gain, scale, count):
     shape = first.shape if isinstance(sources, tuple) else first.shape[1:]
     if 0 in shape:
         empty = jnp.zeros(shape, first.dtype)
-        return empty, jnp.zeros(shape[:-1], jnp.float32)
+        return empty, jnp.zeros(shape[:-1], jnp.float32), *([sources] if static.passes else [])
     flat = (-1, shape[-1]) if isinstance(sources, tuple) else (len(sources), -1, shape[-1])
-    mixture, lse = _mix(machine, static, jax.tree.map(lambda x: x.reshape(flat), sources), gain, scale, count)
-    return mixture.reshape(shape), lse.reshape(shape[:-1])
+    flat_sources = jax.tree.map(lambda x: x.reshape(flat), sources)
+    mixture, lse, *passed = _mix(machine, static, flat_sources, gain, scale, count)
+    passed = jax.tree.map(lambda x: x.reshape(first.shape), passed)
+    return mixture.reshape(shape), lse.reshape(shape[:-1]), *passed
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -111,11 +117,14 @@ def _mix(machine, static, sources, gain, scale, count):
 
 def _mix_forward(machine, static, sources, gain, scale, count):
     mixture, lse, saved = _by_token(partial(machine.forward, static))(sources, gain, scale, count)
-    return (mixture, lse), (sources, gain, scale, count, saved)
+    passed = [sources] if static.passes else []
+    return (mixture, lse, *passed), (sources, gain, scale, count, saved)
 
 
 def _mix_backward(machine, static, residuals, cotangents):
-    sources_bar, gain_bar, scale_bar = _by_token(partial(machine.backward, static))(*residuals, *cotangents)
+    mixture_bar, lse_bar, *others = cotangents
+    call = _by_token(partial(machine.backward, static))
+    sources_bar, gain_bar, scale_bar = call(*residuals, mixture_bar, lse_bar, others[0] if others else None)
     return sources_bar, gain_bar, scale_bar, None
 
 

@@ -35,8 +35,11 @@ def as_form(sources, form: str):
     return tuple(sources) if form == "sequence" else jnp.asarray(sources)
 
 
-def value_and_grads(problem: Problem, dtype, form="sequence", backend="xla", norm=False, vectors=jnp.float32, **kw):
-    """(mixture, lse, {argument: gradient}) for a loss that uses both outputs."""
+def value_and_grads(
+    problem: Problem, dtype, form="sequence", backend="xla", norm=False, vectors=jnp.float32, passes=0, **kw
+):
+    """(mixture, lse, {argument: gradient}) for a loss that uses both outputs; and the first `passes` sources, as they
+    are returned."""
     args = {
         "sources": as_form(jnp.asarray(problem.sources, dtype), form),
         "query": jnp.asarray(problem.query, vectors),
@@ -46,8 +49,10 @@ def value_and_grads(problem: Problem, dtype, form="sequence", backend="xla", nor
         args["output_scale"] = jnp.asarray(problem.output_scale, vectors)
 
     def loss(args):
-        mixture, lse = attn_res(**args, return_lse=True, backend=backend, **kw)
+        mixture, lse, *passed = attn_res(**args, return_lse=True, return_sources=passes > 0, backend=backend, **kw)
         total = jnp.sum(mixture * problem.cotangent) + jnp.sum(lse * problem.lse_cotangent)
+        for i in range(passes):
+            total += (-1) ** i * jnp.sum(passed[0][i] * problem.cotangent)
         return total, (mixture, lse)
 
     (_, (mixture, lse)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(args)

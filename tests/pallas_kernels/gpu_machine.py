@@ -156,7 +156,8 @@ class Machine:
 
     def kernel(self, body, *, out_type, scratch_types, grid, grid_names, num_threads=1, thread_name="wg", **_):
         def call(*operands):
-            operands, outs = [Ref(np.asarray(x)) for x in operands], [_empty(like, once=True) for like in out_type]
+            operands = [x if isinstance(x, Ref) else Ref(np.asarray(x)) for x in operands]
+            outs = [_empty(like, once=True) for like in out_type]
             for at in itertools.product(*map(range, grid)):
                 scratch = {name: _empty(like) for name, like in scratch_types.items()}
                 # All but the one that fetches, where the kernel's pipeline has such.

@@ -28,6 +28,33 @@ FORMS = ("sequence", "buffer")
 GOLDEN_NAMES = sorted(path.stem for path in (GOLDEN / "attnres_ops").glob("*.npz"))
 
 
+# --- the sources handed on ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_sources_handed_on_add_their_cotangents(form, backend):
+    """The same values and gradients as of sources that are used twice."""
+    problem = make_problem(3)
+    _, _, alone = value_and_grads(problem, jnp.float32, form, backend)
+    mixture, _, grads = value_and_grads(problem, jnp.float32, form, backend, passes=3)
+    others = np.stack([problem.cotangent, -problem.cotangent, problem.cotangent])
+    chex.assert_trees_all_close(grads["sources"], alone["sources"] + others, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal(grads["query"], alone["query"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_sources_are_handed_on(backend):
+    sources = tuple(jnp.asarray(make_problem(4).sources, jnp.float32))
+    query = jnp.ones(24)
+    for count in (None, 1, 2, jnp.int32(2)):
+        mixture, passed = attn_res(sources, query, count=count, return_sources=True, backend=backend)
+        chex.assert_trees_all_equal(passed, sources)
+        np.testing.assert_array_equal(mixture, attn_res(sources, query, count=count, backend=backend))
+    mixture, lse, buffer = attn_res(jnp.stack(sources), query, return_lse=True, return_sources=True, backend=backend)
+    assert lse.shape == mixture.shape[:-1] and buffer.shape == (4, *mixture.shape)
+
+
 # --- published numbers -------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,7 @@ class Barrier:
 def machine(monkeypatch):
     machine = gpu_machine.Machine()
     machine.jax.typeof, machine.jax.lax.cond = jax.typeof, lambda true, yes, no, x: yes(x) if true else no(x)
+    machine.jax.new_ref, machine.jax.freeze = lambda x: Ref(np.array(x)), lambda ref: ref.array
     machine.plgpu.Barrier = lambda num_barriers=1, num_arrivals=1: _Barriers(num_barriers, num_arrivals)
     machine.plgpu.copy_gmem_to_smem = lambda source, target, barrier, oob_mode: barrier.fetch(source, target)
     machine.replace(monkeypatch, *MODULES)
@@ -77,6 +78,9 @@ def machine(monkeypatch):
                 monkeypatch.setattr(module, name, function)
     monkeypatch.setattr(rows.Rows, "layout", None)
     monkeypatch.setattr(rows.Rows, "load", lambda self, ref: jnp.asarray(ref[...], jnp.float32))
+    part = lambda self, ref, first, size: jnp.pad(ref[...], (0, self.channels))[int(first) :][: self.channels]  # noqa: E731
+    monkeypatch.setattr(rows.Rows, "load_part", part)
+    monkeypatch.setattr(rows.Rows, "wide", lambda self, x: x.astype(jnp.float32))
     monkeypatch.setattr(rows.Rows, "zeros", lambda self: jnp.zeros(self.channels))
     monkeypatch.setattr(rows.Rows, "now", lambda self, x: x)
     monkeypatch.setattr(
@@ -123,6 +127,7 @@ class Case(NamedTuple):
     live: int | None = None
     wide: int = 3072  # channels from which on a token has two warpgroups
     shared: int = 227 << 10
+    others: bool = False  # the sources have cotangents from elsewhere
 
 
 CASES = [
@@ -142,6 +147,10 @@ CASES = [
     Case("one_live", 3, 256, norm=True, live=1),
     Case("one_source", 1, 256, norm=True),
     Case("one_token", 3, 256, M=1),
+    Case("onto_others", 5, 300, others=True),
+    Case("onto_others_of_two_warpgroups", 4, 600, wide=512, norm=True, dtype="bfloat16", others=True),
+    Case("onto_others_in_pieces", 11, 512, norm=True, live=5, shared=40 << 10, others=True),
+    Case("onto_others_of_many", 20, 256, form="buffer", live=17, M=5, others=True),
 ]
 
 
@@ -167,13 +176,17 @@ def test_against_float64(case, machine, monkeypatch):
     inputs = Static(1e-6), sources, gain, scale, count
     mixture, lse, saved = (jnp.asarray(x) for x in forward.forward(*inputs))
     bars = jnp.asarray(p.cotangent, case.dtype), f32(p.lse_cotangent)
-    sources_bar, gain_bar, scale_bar = backward.backward(*inputs, saved, *bars)
+    others = jax.tree.map(lambda x: (jnp.arange(x.size) % 7 - 3).reshape(x.shape).astype(x.dtype), sources)
+    given = jax.tree.map(np.asarray, others) if case.others else None
+    sources_bar, gain_bar, scale_bar = backward.backward(*inputs, saved, *bars, given)
 
     low = case.dtype == "bfloat16"
     within = BF16_GRADIENT if low else F32_GRADIENT
     assert_close(mixture, want[0], BF16_FORWARD if low else F32_FORWARD, "mixture")
     assert_close(lse, want[1], F32_FORWARD, "lse")
     found = np.stack([np.asarray(x, np.float32) for x in sources_bar])
+    if case.others:
+        found = found - np.stack([np.asarray(x, np.float32) for x in others]).reshape(found.shape)
     if case.form == "buffer":
         found = found.reshape(case.N, case.M, case.D)
     assert not found[case.live or case.N :].any()
@@ -204,7 +217,15 @@ SHAPES = [(9, 7168), (8, 2304), (27, 2304), (64, 8192), (64, 8), (1, 8192), (13,
 def test_every_shape_has_a_plan(N, D, dtype):
     for online, beside in ((True, 0), (False, 2)):
         found = plan.make_plan(
-            1000, D, N, dtype, registers_per_channel=8, rows_beside=beside, bytes_beside=16384, online=online
+            1000,
+            D,
+            N,
+            dtype,
+            registers_per_channel=8,
+            registers_per_source=11,
+            rows_beside=beside,
+            bytes_beside=16384,
+            online=online,
         )
         row = found.padded * jnp.dtype(dtype).itemsize
         per_sm = max(1, found.programs // plan.MULTIPROCESSORS)

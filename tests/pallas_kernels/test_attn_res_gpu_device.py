@@ -40,6 +40,11 @@ class Case(NamedTuple):
     norm: bool = False
     live: int | None = None
     strength: float = 1.0  # of the query
+    passes: bool = False  # the live sources are handed on, and get other cotangents too
+
+    @property
+    def passed(self):
+        return (self.live or self.n) if self.passes else 0
 
 
 CASES = [
@@ -67,6 +72,11 @@ CASES = [
     Case("more_live_than_there_are", 3, (77,), 512, live=9),
     Case("strong_logits", 8, (300,), 2304, strength=40.0),
     Case("float32_strong_logits", 8, (300,), 512, dtype="float32", strength=20.0),
+    Case("passes", 9, (300,), 7168, norm=True, passes=True),
+    Case("passes_padded", 5, (999,), 1168, passes=True),
+    Case("passes_float32", 6, (2, 150), 600, dtype="float32", norm=True, passes=True),
+    Case("passes_live_prefix", 20, (500,), 512, form="buffer", live=17, passes=True),
+    Case("passes_live_prefix_in_pieces", 27, (300,), 2304, norm=True, live=11, passes=True),
 ]
 
 
@@ -81,6 +91,7 @@ def problem_of(case: Case):
 def run(case: Case, problem):
     """value_and_grads by the kernels, of the live sources by a count that is traced; the others hold NaN."""
     call = partial(value_and_grads, dtype=jnp.dtype(case.dtype), form=case.form, backend="mosaic_gpu", norm=case.norm)
+    call = partial(call, passes=case.passed)
     if case.live is None:
         return call(problem)
     dead = problem.sources.copy()
@@ -93,7 +104,9 @@ def test_against_float64(case):
     problem = problem_of(case)
     live = problem._replace(sources=problem.sources[: case.live])
     with jax.enable_x64(True):
-        want = value_and_grads(live, jnp.float64, "sequence", "reference", case.norm, vectors=jnp.float64)
+        want = value_and_grads(
+            live, jnp.float64, "sequence", "reference", case.norm, vectors=jnp.float64, passes=case.passed
+        )
     mixture, lse, grads = run(case, problem)
     low = case.dtype == "bfloat16"
     assert_close(mixture, want[0], BF16_FORWARD if low else F32_FORWARD, "mixture")

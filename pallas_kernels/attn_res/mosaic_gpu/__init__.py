@@ -5,6 +5,8 @@ shared memory, rows.py is what threads do in their registers, plan.py lays a cal
 first called, since a jax may come without Mosaic GPU.
 """
 
+import jax
+
 from ..inputs import Inputs
 from ..kernels import Machine, common_limits
 
@@ -25,7 +27,8 @@ def _backward(*arguments):
     return backward(*arguments)
 
 
-MACHINE = Machine(_forward, _backward)
+# A kernel takes seconds to lower: under a jit of its own that is done once for all sites of a model that are alike.
+MACHINE = Machine(jax.jit(_forward, static_argnums=0), jax.jit(_backward, static_argnums=0))
 
 
 def gpu_limits(inputs: Inputs) -> str | None:

@@ -8,6 +8,9 @@ tokens ahead. With a_i = softmax(s)_i from what is saved, e the cotangent of the
     pass 1   c_i = G . v_i, then p_i = a_i (c_i - sum_j a_j c_j + e) r_i, the cotangent of v_i . u
     pass 2   dv_i = a_i G + p_i u - (p_i r_i s_i / D) v_i, and du grows by p_i v_i
 
+Given others, the sources' cotangents from elsewhere, dv_i is added to those where they lie. A row of them is loaded
+while the one before is worked on.
+
 A program adds up du (and do = sum of G h n) over its tokens in registers; the sums of programs are added by XLA, so
 that no addition depends on who comes first.
 """
@@ -19,6 +22,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from ...varying import varying
 from .forward import like, saved_numbers
 from .plan import Plan, make_plan
 from .ring import IN_BOUNDS, Ring, call, four
@@ -30,7 +34,7 @@ F32 = jnp.float32
 AHEAD = 2  # tokens
 
 
-def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar):
+def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar, others=None):
     """(sources_bar as sources, gain_bar [D], output_scale_bar [D] or None): see kernels.py."""
     leaves = jax.tree.leaves(sources)
     (M, D), N, dtype = leaves[0].shape[-2:], len(sources), leaves[0].dtype
@@ -39,16 +43,20 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
     vectors = [jnp.pad(x, padding) for x in (gain, output_scale) if x is not None]
     counts = [] if count is None else [count.reshape(1)]
     rows = plan.rows
+    # jax's references are what a kernel may write to in place; inside a shard_map they cannot be.
+    in_place = others is not None and not varying(leaves)
+    onto = [jax.new_ref(x) for x in jax.tree.leaves(others)] if in_place else []
 
     def kernel(*given, ring, arrived, cotangents, numbers, beside, sums, squares, weights):
         source_refs, given = given[: len(leaves)], given[len(leaves) :]
         vector_refs, given = given[: len(vectors)], given[len(vectors) :]
         *count_ref, saved_ref, bar_ref, lse_bar_ref = given[: len(counts) + 3]
         given = given[len(counts) + 3 :]
-        bars, totals = given[: len(leaves)], given[len(leaves) :]
+        bars, totals = given[: len(leaves)], given[len(leaves) :]  # in place or not: operands come before results
         own = Ring(
             plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=D, passes=1 + len(vectors)
         )
+        keep_apart = apart if plan.one_by_one else lambda: None
         u, *scale = (rows.load(ref.at[own.channels]) for ref in vector_refs)
         live = own.are_live()
 
@@ -73,7 +81,7 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
             if scale:
 
                 def add(piece, i, h):
-                    apart()
+                    keep_apart()
                     return h + weights[0, i] * piece.row(i)
 
                 h = own.each_piece(t, 0, lambda piece, h: piece.each(partial(add, piece), h), rows.zeros())
@@ -86,7 +94,7 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
 
             def dots(piece, _):
                 def dot(i, _):
-                    apart()
+                    keep_apart()
                     [sums[i, own.warps]] = rows.sum_of_products((g, piece.row(i)))
 
                 piece.each(dot)
@@ -108,19 +116,31 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
 
             sync_group()
 
-            def give(piece, gain_bar):
-                def add(i, gain_bar):
-                    apart()
+            def give(piece, carry):
+                def add(i, carry):
+                    keep_apart()
+                    gain_bar, *old = carry
+                    ahead = [other(piece, i + 1)] if old else []
                     v, p = piece.row(i), weights[1, i]
                     v_bar = weights[0, i] * g + p * u - weights[2, i] * v
+                    if old:
+                        v_bar = v_bar + rows.wide(old[0])
                     rows.store(own.place_of(bars, i, m), v_bar, own.first_channel, D)
-                    return rows.now(gain_bar + p * v)
+                    return rows.now(gain_bar + p * v), *ahead
 
-                def clear(i, gain_bar):
-                    rows.store(own.place_of(bars, i, m), rows.zeros(), own.first_channel, D)
-                    return gain_bar
+                def clear(i, carry):
+                    if not in_place:
+                        rows.store(own.place_of(bars, i, m), rows.zeros(), own.first_channel, D)
+                    return carry
 
-                return piece.all(add, clear, gain_bar)
+                old = [other(piece, piece.first)] if in_place else []
+                return piece.all(add, clear, (carry, *old))[0]
+
+            def other(piece, i):
+                """What lies in the place of source i's cotangent, or of the last one's beyond the end."""
+                last = piece.end - 1
+                i = min(i, last) if isinstance(i, int) else jnp.minimum(i, last)
+                return rows.load_part(own.place_of(bars, i, m), own.first_channel, D)
 
             gain_bar = own.each_piece(t, len(scale) + 1, give, gain_bar)
             own.leave_token(t)
@@ -135,7 +155,7 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
             total[own.program, own.channels] = x
 
     outs = (
-        *(like(x, x.shape, dtype) for x in leaves),
+        *(like(x, x.shape, dtype) for x in leaves if not in_place),
         *(like(leaves[0], (plan.programs, plan.padded), F32) for _ in vectors),
     )
     scratch = dict(
@@ -148,9 +168,13 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
         squares=plgpu.SMEM((2, WARPS * plan.groups), F32),
         weights=plgpu.SMEM((3, N4), F32),
     )
-    operands = (*leaves, *vectors, *counts, saved, mixture_bar, lse_bar)
+    operands = (*leaves, *vectors, *counts, saved, mixture_bar, lse_bar, *onto)
     results = call(kernel, "attn_res_backward", operands, outs, scratch, plan)
-    bars, totals = results[: len(leaves)], [jnp.sum(x, axis=0)[:D] for x in results[len(leaves) :]]
+    bars, totals = results[: -len(vectors)], [jnp.sum(x, axis=0)[:D] for x in results[-len(vectors) :]]
+    if in_place:
+        bars = [jax.freeze(ref) for ref in onto]
+    elif others is not None:
+        bars = map(jnp.add, bars, jax.tree.leaves(others))
     return jax.tree.unflatten(jax.tree.structure(sources), bars), *totals, *([None] * (2 - len(totals)))
 
 
@@ -161,5 +185,13 @@ def _all(ref):
 def _plan(M, D, N, dtype, norm) -> Plan:
     bytes_beside = 4 * (AHEAD * saved_numbers(N) + 11 * four(N)) + 12288
     return make_plan(
-        M, D, N, dtype, registers_per_channel=8 + norm, rows_beside=AHEAD, bytes_beside=bytes_beside, online=False
+        M,
+        D,
+        N,
+        dtype,
+        registers_per_channel=8 + norm,
+        registers_per_source=17,
+        rows_beside=AHEAD,
+        bytes_beside=bytes_beside,
+        online=False,
     )

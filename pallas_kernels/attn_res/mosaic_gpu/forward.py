@@ -40,13 +40,14 @@ def forward(static, sources, gain, output_scale, count):
         vector_refs, given = given[: len(vectors)], given[len(vectors) :]
         *count_ref, out, lses, saved = given
         own = Ring(plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=D, passes=1)
+        keep_apart = apart if plan.one_by_one else lambda: None
         u, *scale = (rows.load(ref.at[own.channels]) for ref in vector_refs)
         own.begin()
 
         def token(t, m, _):
             def mix(piece, so_far):
                 def measure(i, _):
-                    apart()
+                    keep_apart()
                     v = piece.row(i)
                     for j, x in enumerate(rows.sum_of_products((v, v), (v, u))):
                         sums[j, i - piece.first, own.warps] = x
@@ -54,9 +55,9 @@ def forward(static, sources, gain, output_scale, count):
                 piece.each(measure)
                 sync()
                 P4 = four(piece.size)
-                measured = [table(sums.at[j, pl.ds(0, P4)]) for j in range(2)]
-                rstd = jax.lax.rsqrt(measured[0] * (1 / D) + static.eps)
-                logit = jnp.where(own.are_live(piece.first, piece.size), measured[1] * rstd, -jnp.inf)
+                rstd = jax.lax.rsqrt(table(sums.at[0, pl.ds(0, P4)]) * (1 / D) + static.eps)
+                logit = table(sums.at[1, pl.ds(0, P4)]) * rstd
+                logit = jnp.where(own.are_live(piece.first, piece.size), logit, -jnp.inf)
                 top = jnp.max(logit) if so_far is None else jnp.maximum(so_far[1], jnp.max(logit))
                 weight = jnp.exp(logit - top)
                 weights[pl.ds(0, P4)] = weight
@@ -70,7 +71,7 @@ def forward(static, sources, gain, output_scale, count):
                     h, total = so_far[0] * shrink, so_far[2] * shrink + total
 
                 def add(i, h):
-                    apart()
+                    keep_apart()
                     return h + weights[i - piece.first] * piece.row(i)
 
                 h = piece.each(add, h, after)

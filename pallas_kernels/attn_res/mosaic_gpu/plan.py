@@ -18,6 +18,7 @@ SHARED_SM = 228 << 10  # of all on a multiprocessor, each of which takes 1 KiB m
 WIDE = 3072  # channels, above which a token has two warpgroups: their registers hold several rows
 MOST_SLOTS = 32  # a thread keeps the phases of its barriers in one word
 MOST_ITEMS = 12  # of a piece
+FEW = 64  # numbers of a piece in a thread
 AHEAD = 4  # items on their way while a piece is worked on, at least
 
 
@@ -30,15 +31,24 @@ class Plan(NamedTuple):
     programs: int
 
     @property
+    def one_by_one(self) -> bool:
+        """Whether a thread's part of a piece is too much for its registers, so that sources are read one by one."""
+        return self.piece * self.rows.channels > FEW * THREADS
+
+    @property
     def padded(self) -> int:
         """Channels of a row in shared memory."""
         return self.groups * self.rows.channels
 
 
-def make_plan(M, D, N, dtype, *, registers_per_channel: int, rows_beside: int, bytes_beside: int, online: bool) -> Plan:
+def make_plan(
+    M, D, N, dtype, *, registers_per_channel: int, registers_per_source: int = 0, rows_beside: int, bytes_beside: int,
+    online: bool,
+) -> Plan:  # fmt: skip
     """For M tokens of N sources.
 
-    registers_per_channel: of a thread, for each of the channels that it has, besides some 50.
+    registers_per_channel, registers_per_source: of a thread, for each of the channels that it has, besides 50 or what
+        its sources' numbers need. As many programs are made as then fit: of more, some would wait for others to end.
     rows_beside, bytes_beside: what a program keeps in shared memory besides sources, in rows and in bytes.
     online: there is one pass, so that pieces cost nothing and small programs, many at a time, are worth having. Pieces
         are then multiples of 4, which is what a token's numbers are stored in.
@@ -48,7 +58,8 @@ def make_plan(M, D, N, dtype, *, registers_per_channel: int, rows_beside: int, b
     vector = _vector(D, groups, item)
     channels = -(-D // (groups * THREADS * vector)) * THREADS * vector
     row = groups * channels * item
-    registers = 50 + registers_per_channel * channels // THREADS
+    registers = registers_per_channel * channels // THREADS + max(50, registers_per_source * N)
+    registers = min(255, registers)  # and no thread has more
     most = max(1, min(4, 65536 // (groups * THREADS * registers)))
     granule = 4 if online else 1
     splits = [N] + [n for n in range(N - N % granule, 0, -granule) if n < N]

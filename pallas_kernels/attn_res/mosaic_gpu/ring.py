@@ -1,6 +1,7 @@
 """How the sources of one token after the other come into shared memory, and the loops over both."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.experimental.pallas as pl
@@ -134,7 +135,10 @@ class Piece:
         self.live = None if ring.live is None else jnp.clip(ring.live, self.first, self.end)
 
     def each(self, body: Callable, carry=None, after: int = 0):
-        """body(i, carry) for the live sources, but for the first `after`. A fresh piece's are waited for."""
+        """body(i, carry) for the live sources, but for the first `after`. A fresh piece's are waited for.
+
+        Without a carry body may also be called for others, whose rows hold anything.
+        """
 
         def with_wait(i, carry):
             if self.fresh:
@@ -142,12 +146,18 @@ class Piece:
             return body(i, carry)
 
         first = self.first + after
-        if self.live is None and self.ring.N <= UNROLLED:
+        unrolled = self.ring.N <= UNROLLED and not (self.live is not None and self.ring.plan.one_by_one)
+        if unrolled:
             for i in range(first, self.end):
-                carry = with_wait(i, carry)
+                if self.live is None or carry is None:  # all at once is faster than as many as are live
+                    carry = with_wait(i, carry)
+                    continue
+                if self.fresh:
+                    self._wait_for(i)
+                carry = jax.lax.cond(i < self.live, partial(body, i), lambda carry: carry, carry)
         else:
             carry = jax.lax.fori_loop(first, self.end if self.live is None else self.live, with_wait, carry)
-        if self.fresh and self.live is not None:  # a barrier is waited for at every turn
+        if self.fresh and self.live is not None and not unrolled:  # a barrier is waited for at every turn
             reached = (self.live - self.first + self.ring.plan.together - 1) // self.ring.plan.together
             items = -(-self.size // self.ring.plan.together)
             jax.lax.fori_loop(reached, items, lambda item, _: self._wait(item), None)

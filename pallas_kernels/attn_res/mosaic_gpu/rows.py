@@ -44,8 +44,15 @@ class Rows(NamedTuple):
 
     def load(self, ref):
         """In float32."""
-        x = plgpu.load(ref, layout=self.layout, optimized=False)
+        return self.wide(plgpu.load(ref, layout=self.layout, optimized=False))
+
+    def wide(self, x):
+        """x in float32."""
         return self._widen()(x) if x.dtype == jnp.bfloat16 else x
+
+    def load_part(self, ref, first, size):
+        """From ref [size] in `dtype`, as `store` writes it: zeros for channels from `size` on."""
+        return self._load_part(size)(ref, everywhere(first, (1,)))
 
     def zeros(self):
         return plgpu.layout_cast(jnp.zeros(self.channels, F32), self.layout)
@@ -110,21 +117,35 @@ class Rows(NamedTuple):
         return now
 
     @functools.cache  # noqa: B019
+    def _load_part(self, size):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), EVERYWHERE), return_type=self._value(self.dtype))
+        def load_part(ctx, ref, first):
+            kind = ir.VectorType.get((self.vector,), ir.MemRefType(ref.type).element_type)
+            words = []
+            for at, inside in self._places(first, size):
+                if inside is None:
+                    words.append(vector.load(kind, ref, [at]))
+                    continue
+                branch = scf.IfOp(inside, [kind], has_else=True)
+                with ir.InsertionPoint(branch.then_block):
+                    scf.YieldOp([vector.load(kind, ref, [at])])
+                with ir.InsertionPoint(branch.else_block):
+                    zero = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
+                    scf.YieldOp([arith.constant(kind, zero)])
+                words.append(branch.results[0])
+            layout = self.layout.to_mgpu()
+            return _array(words, layout.registers_shape((self.channels,)), layout)
+
+        return load_part
+
+    @functools.cache  # noqa: B019
     def _store(self, size, dtype):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, EVERYWHERE))
         def store(ctx, ref, x, first):
-            index = ir.IndexType.get()
-            [[start]] = first.registers.reshape(1, 1)
-            start = arith.index_cast(index, vector.extract(start, [], [0]))
-            thread = arith.remui(utils.thread_idx(), utils.c(THREADS, ir.IntegerType.get_signless(32)))
-            own = arith.muli(arith.index_cast(index, thread), utils.c(self.vector, index))
-            words, tile = list(x.registers.flat), THREADS * self.vector
-            for j, word in enumerate(words):
-                at = arith.addi(arith.addi(start, own), utils.c(j * tile, index))
-                if size % self.channels == 0:
+            for word, (at, inside) in zip(x.registers.flat, self._places(first, size), strict=True):
+                if inside is None:
                     vector.store(word, ref, [at])
                     continue
-                inside = arith.cmpi(arith.CmpIPredicate.ult, at, utils.c(size, index))
                 branch = scf.IfOp(inside)
                 with ir.InsertionPoint(branch.then_block):
                     vector.store(word, ref, [at])
@@ -134,6 +155,21 @@ class Rows(NamedTuple):
             return store(ref, x, everywhere(first, (1,)))
 
         return call
+
+    def _places(self, first, size):
+        """Of a thread's words in a row of `size`, and whether each is inside (None where all are)."""
+        index = ir.IndexType.get()
+        [[start]] = first.registers.reshape(1, 1)
+        start = arith.index_cast(index, vector.extract(start, [], [0]))
+        thread = arith.remui(utils.thread_idx(), utils.c(THREADS, ir.IntegerType.get_signless(32)))
+        own = arith.muli(arith.index_cast(index, thread), utils.c(self.vector, index))
+        tile = THREADS * self.vector
+        for j in range(self.channels // tile):
+            at = arith.addi(arith.addi(start, own), utils.c(j * tile, index))
+            yield (
+                at,
+                None if size % self.channels == 0 else arith.cmpi(arith.CmpIPredicate.ult, at, utils.c(size, index)),
+            )
 
 
 def everywhere(x, shape):
