@@ -1,12 +1,14 @@
 """From a stream of tokens to batches of packed rows, with a position that can be saved and restored."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import grain
 import numpy as np
 
 from experiments.tokenization import END_OF_DOCUMENT
+
+if TYPE_CHECKING:
+    import grain
 
 
 class Batch(NamedTuple):
@@ -40,11 +42,15 @@ class PackedRows:
         return {"tokens": np.pad(tokens, padding), "segment_ids": np.pad(segment_ids, padding, constant_values=-1)}
 
 
-def training_batches(stream: np.ndarray, *, sequence_length: int, batch_size: int, seed: int) -> grain.DatasetIterator:
+def training_batches(
+    stream: np.ndarray, *, sequence_length: int, batch_size: int, seed: int
+) -> "grain.DatasetIterator":
     """Endless shuffled batches; every epoch has its own order. get_state() and set_state() save and restore the place.
 
     Elements are {"tokens", "segment_ids"}, see Batch. Raises ValueError if the stream holds fewer rows than a batch.
     """
+    import grain  # not with the file: a benchmark's batches need no pipeline
+
     rows = PackedRows(stream, sequence_length)
     if len(rows) < batch_size:
         raise ValueError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import benchmark, benchmark_attn_res, benchmark_kda_gpu, benchmark_suites
+from experiments import benchmark, benchmark_attn_res, benchmark_kda_gpu, benchmark_step, benchmark_suites
 from experiments.benchmark_kda_gpu import Case
 from experiments.benchmark_suites import KDACase
 
@@ -38,6 +38,11 @@ SUITES = [
         dict(cases=(benchmark_attn_res.Case("toy", 3, 16, 8, "float32", reference=True),)),
         ("toy forward: xla", "toy forward: reference", "toy forward and gradient: xla", "toy forward: copy"),
     ),
+    Suite(
+        "train_step",
+        dict(cases=(benchmark_step.Case("toy", dict(vocab_size=64, hidden_size=16, num_layers=2), 1, 16, 2, "tiny"),)),
+        ("toy step: standard", "toy step: block", "toy step: full"),
+    ),
 ]
 
 
@@ -49,7 +54,11 @@ def test_suite_measures_and_writes(suite, tmp_path):
         assert len(ms["all"]) == 3 and min(ms["all"]) > 0 and ms["median"] == sorted(ms["all"])[1]
     assert all(np.isfinite(ratio["value"]) and ratio["value"] > 0 for ratio in result["ratios"].values())
     assert 0 < max(result["worst_difference"].values()) < 2e-2
-    parts = {"kda_gpu": " --cases=B1-H2-T48,decode-B2-H2", "attn_res": " --cases=toy"}.get(suite.name, "")
+    parts = {
+        "kda_gpu": " --cases=B1-H2-T48,decode-B2-H2",
+        "attn_res": " --cases=toy",
+        "train_step": " --cases=toy",
+    }.get(suite.name, "")
     assert result["command"] == f"python -m experiments.benchmark --suite={suite.name} --repeats=3{parts}"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"]) and result["versions"]["jax"] == jax.__version__
     benchmark.write(result, tmp_path / "results" / "x.json")
