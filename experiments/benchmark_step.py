@@ -1,7 +1,7 @@
 """The suite train_step: a step of training, time and memory, by how the sub-layers are joined along the depth.
 
 Each case is one hybrid of about 300M parameters, trained with AdamW on rows of several documents; its implementations
-are the same model with the plain residual, Block AttnRes and Full AttnRes. Before anything is timed their
+are the same model with the plain residual, Block AttnRes (in one phase and in two) and Full AttnRes. Before anything is timed their
 losses are compared: at the first step all mixtures are plain means, which the norms behind them undo, so that all of
 them must have the plain residual's loss.
 """
@@ -28,6 +28,7 @@ __all__ = ["CASES", "IMPLEMENTATIONS", "Case", "merge", "train_step_suite"]
 JOINED = {
     "standard": {"residual": "standard"},
     "block": {"residual": "block_attn_res"},
+    "two_phase": {"residual": "block_attn_res", "depth_two_phase": True},
     "full": {"residual": "full_attn_res"},
 }
 IMPLEMENTATIONS = tuple(JOINED)
@@ -100,10 +101,12 @@ class _Model:
     """A model, its compiled step and its state."""
 
     def __init__(self, case: Case, implementation: str):
+        overrides = {**case.overrides, **JOINED[implementation]}
+        if implementation == "two_phase" and overrides.get("remat") == "layer":
+            overrides["remat"] = "block"  # the layers of a block are recomputed together
         config = TrainConfig(
-            config=case.preset, overrides={**case.overrides, **JOINED[implementation]}, optimizer="adamw",
-            sequence_length=case.T, batch_size=case.B,
-        )  # fmt: skip
+            config=case.preset, overrides=overrides, optimizer="adamw", sequence_length=case.T, batch_size=case.B
+        )
         model = config.model_config(vocab_size=1)
         training = start_training(config, model, None)
         tokens = jax.random.randint(jax.random.key(0), (case.B, case.T), 0, model.vocab_size)

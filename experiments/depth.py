@@ -29,7 +29,7 @@ from experiments.run_directory import CHECKPOINTS, saved_settings
 from experiments.text import load_corpus
 from experiments.tokenization import get_tokenizer
 from kimi_jax.checkpoints import load_model
-from kimi_jax.layers.residuals import DepthMix, DepthState
+from kimi_jax.layers.residuals import DepthMix, DepthState, make_residual
 from kimi_jax.model import KimiLM, lm_loss
 
 ROWS = 8  # of validation text
@@ -51,10 +51,12 @@ def depth_profile(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | Non
         raise NotImplementedError("scan_layers=True: the sites of scanned layers cannot be read; train without it")
     graphdef, params = nnx.split(model)
     sublayers = 2 * model.config.num_layers
+    # Of a model in two phases too: the same function, whose sites all read bank and sum.
+    residual = make_residual(model.config.residual, model.config.block_size, model.config.depth_streams)
 
     def loss(nudges):
         own = nnx.merge(graphdef, params)
-        probe = own.residual = _Probe(own.residual, nudges)
+        probe = own.residual = own.layers.residual = _Probe(residual, nudges)
         own.layers.remat = "none"  # what is recorded may not be a tracer of a checkpoint's inside
         for layer in own.layers.lead:
             layer.residual = probe

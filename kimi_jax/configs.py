@@ -92,6 +92,9 @@ class ModelConfig:
     depth_heads: int = 1  # groups of channels, each with a softmax of its own (MHAR): a divisor of hidden_size
     depth_window: int | None = None  # only the embedding and that many of the newest sources; None: all
     depth_streams: int = 4  # of "mhc"
+    # Of "block_attn_res", how it is computed: finished blocks are mixed ahead, once for all sites of the next block.
+    # The layers of a block are then recomputed together.
+    depth_two_phase: bool = False
 
     norm_eps: float = 1e-5  # of every RMSNorm but MLA's inner ones, depth mixing included
 
@@ -178,6 +181,13 @@ class ModelConfig:
         self._require("depth_weights", self.depth_weights != "dense_former" or not self.residual.startswith("delta"),
                       f"scalars added to the stream of residual={self.residual!r} are only other scalars; choose "
                       "'full_attn_res' or 'block_attn_res'")  # fmt: skip
+        if self.depth_two_phase:
+            plainly = self.residual == "block_attn_res" and not changed and self.block_size > 1
+            given = {name: getattr(self, name) for name in ("residual", "block_size", *changed)}
+            self._require("depth_two_phase", plainly, "it is a schedule of residual='block_attn_res' with block_size "
+                          f"above 1 and the plain softmax; leave it False with {given}")  # fmt: skip
+            together = "'block', 'dots' or 'none' with depth_two_phase: the layers of a block are recomputed together"
+            self._require("remat", self.remat != "layer", together)
         idle = self.depth_weights in ("softmax", "static") and self.residual in RESIDUALS[:3]
         self._require("first_mix", idle or not self.first_mix,
                       "it is for reading K3's files, where it changes nothing; leave it False with "

@@ -135,6 +135,10 @@ class Layer(nnx.Module):
         self.ffn_norm = RMSNorm(D, eps=eps, **dtypes)
         self.ffn = _feed_forward(config, config.ffn_kinds[index], dtypes)
 
+    @property
+    def sites(self) -> tuple[Site | None, Site | None]:
+        return self.attention_mix, self.ffn_mix
+
     def __call__(self, state, segment_ids, cache=None, lengths=None):
         """(state with both outputs added, cache, router load [E] or None)."""
         x_BTD, state = self.residual.read(state, self.attention_mix, self.attention_norm)
@@ -275,7 +279,7 @@ def _feed_forward(config: ModelConfig, kind: str, dtypes: dict) -> FeedForward |
 
 
 def _residual(config: ModelConfig) -> BlockAttnRes:
-    return make_residual(config.residual, config.block_size, config.depth_streams)
+    return make_residual(config.residual, config.block_size, config.depth_streams, config.depth_two_phase)
 
 
 def _site(config: ModelConfig, residual: BlockAttnRes, sublayer: int, rngs: nnx.Rngs) -> Site | None:

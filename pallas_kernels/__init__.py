@@ -1,7 +1,8 @@
 """KDA and AttnRes as pure functions on arrays. Needs jax alone.
 
 Kimi Delta Attention: `kda`, `kda_step`, `kda_reference`, its gates, and the lineage (`linear_attention`, `delta_net`,
-`gated_delta_net`); `sharded` for meshes with Auto axes. Attention Residuals: `attn_res`, `attn_res_reference`.
+`gated_delta_net`); `sharded` for meshes with Auto axes. Attention Residuals: `attn_res`, `attn_res_reference`,
+and in two phases `attn_res_ahead`, `attn_res_merge`.
 `which_backend` says what would run.
 """
 
@@ -9,6 +10,7 @@ from functools import partial
 
 from .attn_res import attn_res, attn_res_reference
 from .attn_res import backend_of as which_attn_res_backend
+from .attn_res.two_phase import attn_res_ahead, attn_res_merge
 from .kda import (
     KDAResult,
     bounded_gate,
@@ -27,6 +29,8 @@ from .kda import (
 __all__ = [
     "KDAResult",
     "attn_res",
+    "attn_res_ahead",
+    "attn_res_merge",
     "attn_res_reference",
     "bounded_gate",
     "delta_net",

@@ -11,6 +11,7 @@ One state machine serves all kinds. It holds finished sums, the "bank", and the 
     StandardResidual    one block without end and no attention: h + f(h)
     FullAttnRes         every sub-layer is a block of its own: each reads a mixture of all earlier outputs
     BlockAttnRes        blocks of `block_size` SUB-LAYERS (K3's configuration counts transformer layers: half of that)
+    TwoPhaseAttnRes     the same, computed block by block: finished blocks are mixed ahead for all sites of the next one
     DeltaAttnRes        as FullAttnRes, but the mixture is added to the plain stream instead of taking its place
     DeltaBlock          likewise as BlockAttnRes
     HyperConnections    mHC: no bank; the sum is several streams (hyper_connections.py)
@@ -25,13 +26,14 @@ depth_variants.py; `make_site` chooses.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import attn_res
+from pallas_kernels import attn_res, attn_res_ahead, attn_res_merge
 
 from .depth_variants import VariantMix, Weighing
 from .hyper_connections import HyperConnection, merge_streams, split_streams
@@ -66,6 +68,21 @@ class DepthMix(nnx.Module):
         bank, sum_ = (sources[:-1], sources[-1]) if state.count is None else (sources[1:], sources[0])
         return x.astype(norm.dtype), dataclasses.replace(state, bank=bank, sum=sum_)
 
+    @staticmethod
+    def ahead(sites: Sequence["DepthMix"], bank: tuple[jax.Array, ...], count: jax.Array | None):
+        """([(mixture, log-sum-exp) of the first `count` rows of the bank, or all, for each site], the bank to go on
+        from)."""
+        if not sites:
+            return [], bank
+        vectors = [site.query[...] for site in sites], [site.key_scale[...] for site in sites]
+        return attn_res_ahead(bank, *vectors, count=count, eps=sites[0].eps, backend=sites[0].backend)
+
+    def merge(self, mixture: jax.Array, lse: jax.Array, source: jax.Array, norm: RMSNorm) -> jax.Array:
+        """norm of the mixture of what was mixed ahead for this site and of one more source."""
+        vectors = self.query[...], self.key_scale[...]
+        x = attn_res_merge(mixture, lse, source, *vectors, output_scale=norm.weight[...], eps=self.eps)
+        return x.astype(norm.dtype)
+
     def _mix(self, sources, count, **options):
         vectors = self.query[...], self.key_scale[...]
         return attn_res(sources, *vectors, count=count, eps=self.eps, backend=self.backend, **options)
@@ -93,6 +110,9 @@ class DepthState:
         count: under a scan over layers the bank has all its rows from the start, the first `count` of them live.
         depth: the number of sub-layers added so far, known while tracing.
         replayed: the bank is a later one: rows that are to be added are there already.
+        ahead: what the bank gives to the sites to come of this block, (mixture [..., D], log-sum-exp [...]) each: of
+            TwoPhaseAttnRes alone, as
+        fresh: the sum is in the bank already, and the next output begins a new one.
     """
 
     bank: tuple[jax.Array, ...]
@@ -100,6 +120,8 @@ class DepthState:
     count: jax.Array | None = None
     depth: int = dataclasses.field(default=0, metadata=dict(static=True))
     replayed: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    ahead: tuple[tuple[jax.Array, jax.Array | None], ...] = ()
+    fresh: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +135,14 @@ class BlockAttnRes:
             raise ValueError(f"block_size={self.block_size} sub-layers is not allowed: 1 or an even number")
 
     has_mixes = True
+    whole_blocks = False  # layers of one block must be called one after the other, the first by way of `enter`
 
     def start(self, embedding: jax.Array) -> DepthState:
         return DepthState(bank=(), sum=embedding)
+
+    def enter(self, state: DepthState, layers: Sequence[nnx.Module]) -> DepthState:
+        """The state before the first of these layers, which are those to come; layer.sites are its two sites."""
+        return state
 
     def has_site(self, sublayer: int, depth: int) -> bool:
         """Whether parameters stand before this sub-layer (0-based) of `depth`, or at `depth` before the final norm."""
@@ -160,6 +187,48 @@ class BlockAttnRes:
     def after_scan(self, state: DepthState, depth: int) -> DepthState:
         """With all of these rows live, after `depth` sub-layers in all."""
         return DepthState(state.bank, state.sum, depth=depth)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPhaseAttnRes(BlockAttnRes):
+    """BlockAttnRes by the two-phase schedule: the same function, exact to rounding (AttnRes, section 4).
+
+    Where a block begins the sum joins the bank at once, and the bank is mixed for all sites of the block. Those are
+    kept, one row each, until their sites merge them with what the block has added so far. ValueError for a block_size
+    of 1, whose every site begins a block.
+    """
+
+    whole_blocks = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.block_size == 1:
+            raise ValueError(
+                "block_size=1 is not allowed in two phases: blocks of two sub-layers and more share a phase"
+            )
+
+    def enter(self, state: DepthState, layers: Sequence[nnx.Module]) -> DepthState:
+        if not self.opens_block(state.depth):
+            return state
+        sites = [site for layer in layers[: self.block_size // 2] for site in layer.sites]
+        if state.count is None:
+            bank, count = (*state.bank, state.sum), None
+        else:
+            bank, count = _put_row(state.replayed, state.bank, state.sum, state.count), state.count + 1
+        found, bank = DepthMix.ahead([site for site in sites if site is not None], bank, count)
+        found = iter(found)
+        # The first site of all has none: its one source is the embedding.
+        ahead = tuple((state.sum, None) if site is None else next(found) for site in sites)
+        return dataclasses.replace(state, bank=bank, count=count, ahead=ahead, fresh=True)
+
+    def read(self, state: DepthState, site: Site | None, norm: RMSNorm) -> tuple[jax.Array, DepthState]:
+        (mixture, lse), *rest = state.ahead
+        x = norm(mixture) if state.fresh else site.merge(mixture, lse, state.sum, norm)
+        return x, dataclasses.replace(state, ahead=tuple(rest))
+
+    def add(self, state: DepthState, output: jax.Array, site: Site | None = None) -> DepthState:
+        total = output if state.fresh else state.sum + output
+        return dataclasses.replace(state, sum=total, depth=state.depth + 1, fresh=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,12 +313,13 @@ class HyperConnections(StandardResidual):
         return dataclasses.replace(state, sum=site.write(state.sum, output), depth=state.depth + 1)
 
 
-def make_residual(kind: str, block_size: int, streams: int = 4) -> BlockAttnRes:
-    """By the names of ModelConfig.residual; block_size matters to the kinds with blocks alone, streams to "mhc"."""
+def make_residual(kind: str, block_size: int, streams: int = 4, two_phase: bool = False) -> BlockAttnRes:
+    """By the names of ModelConfig.residual; block_size matters to the kinds with blocks alone, streams to "mhc", and
+    two_phase to "block_attn_res"."""
     kinds = {
         "standard": StandardResidual,
         "full_attn_res": FullAttnRes,
-        "block_attn_res": lambda: BlockAttnRes(block_size),
+        "block_attn_res": lambda: (TwoPhaseAttnRes if two_phase else BlockAttnRes)(block_size),
         "delta_attn_res": DeltaAttnRes,
         "delta_block": lambda: DeltaBlock(block_size),
         "mhc": lambda: HyperConnections(streams=streams),

@@ -10,6 +10,8 @@ Of the choices of `remat`,
 * "dots" is "layer", but keeps the results of matrix products too;
 * "block" keeps the running sum at every AttnRes block (unrolled) or scanned group and recomputes inside it.
 
+Under TwoPhaseAttnRes the layers of a block stay together, so that "layer" means the same as "block".
+
 With "layer" and "block" the bank of AttnRes is kept once, not per layer: unrolled, every layer refers to the same
 arrays; scanned, the backward pass reads the final bank, of which the bank at any depth is a prefix (see
 `_scan_with_recompute`).
@@ -47,12 +49,15 @@ class Repetition(NamedTuple):
         return self.lead + self.period * self.count
 
 
-def find_repetition(kinds: Sequence) -> Repetition:
-    """The repetition in a sequence of layer descriptions that leaves the fewest layers to compile."""
+def find_repetition(kinds: Sequence, unit: int = 1) -> Repetition:
+    """The repetition in a sequence of layer descriptions that leaves the fewest layers to compile.
+
+    It begins after a multiple of `unit` layers, and repeats multiples of it.
+    """
     n = len(kinds)
     best, best_cost = Repetition(n, 0, 0), n
-    for period in range(1, n // 2 + 1):
-        for lead in range(n - 2 * period + 1):
+    for period in range(unit, n // 2 + 1, unit):
+        for lead in range(0, n - 2 * period + 1, unit):
             count = 1
             while kinds[lead : lead + period] == kinds[lead + count * period : lead + (count + 1) * period]:
                 count += 1
@@ -77,7 +82,8 @@ class LayerStack(nnx.Module):
     ):
         n = len(kinds)
         self.num_layers, self.residual, self.remat = n, residual, remat
-        self.repetition = rep = find_repetition(kinds) if scan else Repetition(n, 0, 0)
+        unit = residual.block_size // 2 if residual.whole_blocks else 1
+        self.repetition = rep = find_repetition(kinds, unit) if scan else Repetition(n, 0, 0)
         self.lead = nnx.List([make_layer(index, rngs) for index in range(rep.lead)])
         self.group = nnx.List()  # the layers of one period, each with the parameters of all groups stacked
         if rep.count:
@@ -145,14 +151,14 @@ class LayerStack(nnx.Module):
     def _run(self, layers, state, ids, caches, lengths):
         """Layers one after the other -> (state, caches, the loads [E] of those that have experts)."""
         if caches is not None:  # decoding: no backward pass
-            state, caches, loads = _call_layers(layers, state, ids, caches, lengths)
+            state, caches, loads = _call_layers(self.residual, layers, state, ids, caches, lengths)
             return state, caches, loads
         loads = []
         for piece in self._pieces(layers, state.depth):
             graphdefs, params = zip(*map(nnx.split, piece), strict=True)
 
             def call(params, state, ids, graphdefs=graphdefs):
-                state, _, loads = _call_layers(_merge(graphdefs, params), state, ids)
+                state, _, loads = _call_layers(self.residual, _merge(graphdefs, params), state, ids)
                 return state, loads
 
             if self.remat != "none":
@@ -167,7 +173,7 @@ class LayerStack(nnx.Module):
         for offset, layer in enumerate(layers):
             sublayer = depth + 2 * offset
             opens = self.residual.opens_block(sublayer) or self.residual.opens_block(sublayer + 1)
-            if not pieces or opens or self.remat != "block":
+            if not pieces or opens or (self.remat != "block" and not self.residual.whole_blocks):
                 pieces.append([])
             pieces[-1].append(layer)
         return pieces
@@ -177,8 +183,9 @@ class LayerStack(nnx.Module):
         graphdefs, params = zip(*map(nnx.split, self.group), strict=True)
         state = residual.before_scan(state, depth=2 * rep.end)
         if caches is None and self.remat in ("layer", "block"):
-            pieces = [slice(0, rep.period)] if self.remat == "block" else [slice(i, i + 1) for i in range(rep.period)]
-            state, loads = _scan_with_recompute(graphdefs, pieces, params, state, ids)
+            whole = self.remat == "block" or residual.whole_blocks
+            pieces = [slice(0, rep.period)] if whole else [slice(i, i + 1) for i in range(rep.period)]
+            state, loads = _scan_with_recompute(residual, graphdefs, pieces, params, state, ids)
         else:
 
             def step(state, params_and_caches):
@@ -193,9 +200,10 @@ class LayerStack(nnx.Module):
         return residual.after_scan(state, depth=2 * rep.end), caches, loads
 
 
-def _call_layers(layers, state, ids, caches=None, lengths=None):
+def _call_layers(residual, layers, state, ids, caches=None, lengths=None):
     new_caches, loads = [], []
     for index, layer in enumerate(layers):
+        state = residual.enter(state, layers[index:])
         state, cache, load = layer(state, ids, None if caches is None else caches[index], lengths)
         new_caches.append(cache)
         loads += [] if load is None else [load]
@@ -210,7 +218,7 @@ def _policy(remat: str):
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
 
 
-def _scan_with_recompute(graphdefs, pieces, params, state, ids):
+def _scan_with_recompute(residual, graphdefs, pieces, params, state, ids):
     """Scan over groups, keeping for the backward pass the running sum before each piece and the final bank, once.
 
     Differentiating jax.lax.scan would keep the whole bank for every group, because it is part of the carry. But the
@@ -223,7 +231,7 @@ def _scan_with_recompute(graphdefs, pieces, params, state, ids):
 
     def run_piece(piece, params, bank, sum_, count, ids, replayed=False):
         before = DepthState(bank, sum_, count, state.depth + 2 * piece.start, replayed)
-        after, _, loads = _call_layers(_merge(graphdefs[piece], params), before, ids)
+        after, _, loads = _call_layers(residual, _merge(graphdefs[piece], params), before, ids)
         return after.bank, after.sum, after.count, loads
 
     def forward(params, bank, sum_, count, ids):

@@ -40,8 +40,14 @@ SUITES = [
     ),
     Suite(
         "train_step",
-        dict(cases=(benchmark_step.Case("toy", dict(vocab_size=64, hidden_size=16, num_layers=2), 1, 16, 2, "tiny"),)),
-        ("toy step: standard", "toy step: block", "toy step: full"),
+        dict(
+            cases=(
+                benchmark_step.Case(
+                    "toy", dict(vocab_size=64, hidden_size=16, num_layers=2, remat="layer"), 1, 16, 2, "tiny"
+                ),
+            )
+        ),
+        ("toy step: standard", "toy step: block", "toy step: two_phase", "toy step: full"),
     ),
 ]
 

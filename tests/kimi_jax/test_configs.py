@@ -76,6 +76,12 @@ BAD_FIELDS = [
     Bad("depth_streams", dict(residual="mhc", depth_streams=1), r"depth_streams=1 .*at least 2"),
     Bad("streams_of_none", dict(depth_streams=2), r"depth_streams=2 .*only residual='mhc'.*leave it at 4"),
     Bad("weighs_nothing", dict(residual="standard", depth_heads=4), r"depth_heads=4 .*'standard' weighs no sources"),
+    Bad(
+        "two_phases_of_full", dict(residual="full_attn_res", depth_two_phase=True), r"depth_two_phase=True .*'full_attn"
+    ),
+    Bad("two_phases_of_sigmoids", dict(depth_weights="sigmoid", depth_two_phase=True), r"depth_two_phase.*'sigmoid'"),
+    Bad("two_phases_of_ones", dict(block_size=1, depth_two_phase=True), r"depth_two_phase.*'block_size': 1"),
+    Bad("two_phases_by_layer", dict(remat="layer", depth_two_phase=True), r"remat='layer' .*'block', 'dots' or 'none'"),
     Bad("mhc_weighs_nothing", dict(residual="mhc", depth_window=8), r"depth_window=8 .*'mhc' weighs no sources"),
     Bad("static_key", dict(depth_weights="static", depth_key_norm=False), r"depth_key_norm=False .*'static' has no"),
     Bad("static_query", dict(depth_weights="static", depth_query="hidden"), r"depth_query='hidden' .*has no query"),
