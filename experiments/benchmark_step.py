@@ -1,9 +1,9 @@
 """The suite train_step: a step of training, time and memory, by how the sub-layers are joined along the depth.
 
 Each case is one hybrid of about 300M parameters, trained with AdamW on rows of several documents; its implementations
-are the same model with the plain residual, Block AttnRes (in one phase and in two) and Full AttnRes. Before anything is timed their
-losses are compared: at the first step all mixtures are plain means, which the norms behind them undo, so that all of
-them must have the plain residual's loss.
+are the same model with the plain residual, Block AttnRes (in one phase and in two) and Full AttnRes. Before anything is
+timed their losses are compared: at the first step all mixtures are plain means, which the norms behind them undo, so
+that all of them must have the plain residual's loss.
 """
 
 import sys
