@@ -27,7 +27,7 @@ from .layers.padding import left_align
 from .layers.parameters import weight
 from .layers.residuals import BlockAttnRes, Site, make_residual, make_site
 from .layers.stack import LayerStack
-from .sharding import check_divisible, lookup, project
+from .sharding import check_divisible, constrain, lookup, project
 
 
 class Aux(NamedTuple):
@@ -88,7 +88,7 @@ class KimiLM(nnx.Module):
         if state_dtype not in (allowed := (None, "bfloat16", "float32", "float64")):
             raise ValueError(f"state_dtype={state_dtype!r} is not allowed: one of {allowed}")
         layers = self.layers.init_cache(lambda layer: layer.init_cache(batch, max_len, state_dtype))
-        return Cache(layers, jnp.zeros(batch, jnp.int32), max_len)
+        return Cache(layers, constrain(jnp.zeros(batch, jnp.int32), "batch"), max_len)
 
     def extend(
         self,
@@ -123,6 +123,8 @@ class KimiLM(nnx.Module):
             tokens = tokens[..., 0]
         added = np.full(B, T, np.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
         check_cache(cache, B, T, added)
+        if lengths is not None:
+            added = constrain(added, "batch")
         state = self.residual.start(lookup(self.embedding, tokens, self.dtype))
         state, layers, _ = self.layers(state, None, cache.layers, None if lengths is None else added)
         logits = self._read_out(state, jnp.maximum(added - 1, 0) if last_only else None)

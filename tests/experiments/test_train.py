@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,16 +17,17 @@ from absl import flags
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
+from experiments.generate import load_run, sample_text, stream_text
 from experiments.loop import TrainingDiverged, train
 from experiments.metrics import MetricsWriter, read_metrics
 from experiments.run_directory import open_run
-from experiments.sample import sample_run
 from experiments.train import config_from_flags, define_flags
 from experiments.train_config import TrainConfig, parse_overrides
 from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers import RouterBias
 
+ROOT = Path(__file__).parents[2]
 SMALL = dict(
     hidden_size=8, num_layers=2, mla_every=2, kda_num_heads=2, kda_head_dim=4, mla_num_heads=2, kv_lora_rank=8,
     qk_nope_dim=4, qk_rope_dim=0, v_dim=4, ffn_width=8, chunk_size=16,
@@ -91,10 +96,34 @@ def test_a_finished_run_can_be_loaded_and_sampled(finished):
     result, config = finished
     model = load_model(result.workdir / "checkpoints")
     assert model.config.hidden_size == 8 and model(np.ones((1, 3), np.int32)).shape == (1, 3, 256)
-    first, second = (sample_run(config.workdir, "be", 6, temperature=1.0, seed=seed) for seed in (1, 1))
+    speaker = load_run(config.workdir)
+    first, second = (sample_text(*speaker[:2], "be", 6, temperature=1.0, seed=seed) for seed in (1, 1))
     assert first == second and first.startswith("be")
     with pytest.raises(ValueError, match="holds no run"):
-        sample_run(str(result.workdir / "checkpoints"), "be", 6, temperature=1.0, seed=0)
+        load_run(str(result.workdir / "checkpoints"))
+
+
+@pytest.mark.slow
+def test_the_command_prints_texts_one_after_the_other(finished):
+    _, config = finished
+    prompts = ("be", "alpha")
+    said = zip(*stream_text(load_run(config.workdir), prompts, 50, temperature=0), strict=True)
+    first, second = (prompt + "".join(new) for prompt, new in zip(prompts, said, strict=True))
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.generate", f"--workdir={config.workdir}", "--tokens=50", "--temperature=0"]
+        + [f"--prompt={prompt}" for prompt in prompts],
+        cwd=ROOT,
+        env={**os.environ, **cache},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == f"--- 1 of 2\n{first}\n--- 2 of 2\n{second}\n"
+    assert re.search(r"first token after .* s, .*; then [\d.]+ tokens/s, 2 at a time", done.stderr.decode())
 
 
 def test_a_finished_run_is_not_trained_again(finished):
