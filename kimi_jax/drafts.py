@@ -20,6 +20,7 @@ from .layers import KDACache
 from .layers.kda import KDADraft
 from .layers.padding import is_concrete
 from .model import KimiLM
+from .sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +68,7 @@ def accept(model: KimiLM, draft: Draft, counts: jax.Array) -> Cache:
         given, most = np.asarray(counts), np.asarray(drafted)
         if (given < 0).any() or (given > most).any():
             raise ValueError(f"counts={given.tolist()} is not allowed: 0 to {most.tolist()}, the drafted tokens")
+    counts = constrain(counts, "batch")
 
     def settle(layer, cache, inputs):
         return cache if inputs is None else layer.attention.settle(cache, inputs, counts)

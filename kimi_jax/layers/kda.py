@@ -60,7 +60,9 @@ class KDADraft(NamedTuple):
         """To pass as a cache with T tokens; caches may be stacked."""
         *lead, HV, K, _ = cache.state.shape
         widths = [tail.shape[-1] for tail in (cache.q_tail, cache.k_tail, cache.v_tail)] + [HV * K, HV]
-        return cls(cache, KDAInputs(*(jnp.zeros((*lead, T, width), cache.q_tail.dtype) for width in widths)))
+        names = (None,) * (len(lead) - 1) + ("batch", None, "heads")
+        zeros = (constrain(jnp.zeros((*lead, T, width), cache.q_tail.dtype), *names) for width in widths)
+        return cls(cache, KDAInputs(*zeros))
 
 
 class KDALayer(nnx.Module):
