@@ -6,6 +6,7 @@ from .convert import load_hf, save_hf
 from .drafts import Draft, accept, verify
 from .generate import generate
 from .model import Aux, KimiLM, lm_loss, parameter_count, update_router_biases
+from .snapshots import PrefixCache, Snapshot, restore, snapshot
 
 __all__ = [
     "Aux",
@@ -13,13 +14,17 @@ __all__ = [
     "Draft",
     "KimiLM",
     "ModelConfig",
+    "PrefixCache",
+    "Snapshot",
     "accept",
     "generate",
     "get_config",
     "lm_loss",
     "load_hf",
     "parameter_count",
+    "restore",
     "save_hf",
+    "snapshot",
     "trim",
     "update_router_biases",
     "verify",

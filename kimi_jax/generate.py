@@ -6,7 +6,7 @@ no constant of the compiled loop, so that another prompt or max_new_tokens mostl
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from flax import nnx
 from .cache import Cache
 from .model import KimiLM
 from .sharding import constrain
+
+if TYPE_CHECKING:
+    from .snapshots import PrefixCache
 
 LONGEST_PIECE = 2048  # tokens of a prompt at once: the activations of a piece take memory for each of them
 STEPS_PER_CALL = 16
@@ -32,6 +35,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_ids: Sequence[int] = (),
+    prefixes: "PrefixCache | None" = None,
 ) -> jax.Array:
     """Continue every row of `prompt` by max_new_tokens ids; the prompt is not repeated in the result.
 
@@ -47,12 +51,15 @@ def generate(
         top_p: sample from the smallest set of likeliest tokens whose probability reaches top_p.
         seed: a row's sample depends on it and on the row's index, not on the other rows.
         stop_ids: a row that has produced one of them has ended and repeats it; when all have, nothing more is computed.
+        prefixes: of this model; what a prompt begins with is computed once for all calls.
 
     Returns:
         int32 [B, max_new_tokens], or [max_new_tokens] for a prompt [T].
     """
     prompt = np.asarray(prompt)
-    options: dict[str, Any] = dict(temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids)
+    options: dict[str, Any] = dict(
+        temperature=temperature, top_p=top_p, seed=seed, stop_ids=stop_ids, prefixes=prefixes
+    )
     if prompt.ndim == 1:
         options |= dict(lengths=lengths, segment_ids=None if segment_ids is None else np.asarray(segment_ids)[None])
         return generate(model, prompt[None], max_new_tokens, **options)[0]
@@ -72,6 +79,7 @@ def stream(
     top_p: float = 1.0,
     seed: int = 0,
     stop_ids: Sequence[int] = (),
+    prefixes: "PrefixCache | None" = None,
 ) -> Iterator[np.ndarray]:
     """What `generate` returns for a prompt [B, T], as pieces int32 [B, n] as soon as they are there: first one token.
 
@@ -87,11 +95,13 @@ def stream(
     stops = np.asarray(sorted(stop_ids), np.int32)
     if stops.size and (stops[0] < 0 or stops[-1] >= vocabulary):
         raise ValueError(f"stop_ids={list(stop_ids)} is not allowed: ids in [0, {vocabulary})")
+    if prefixes is not None and prefixes.model is not model:
+        raise ValueError("prefixes is of another model: make a PrefixCache of this one")
     tokens, lengths = _left_aligned(np.asarray(prompt), lengths, segment_ids)
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         raise ValueError(f"prompt ids must lie in [0, {vocabulary}), got {tokens.min()} to {tokens.max()}")
     choice = dict(greedy=temperature == 0, temperature=temperature, top_p=top_p, key=jax.random.key(seed))
-    return _stream(model, tokens.astype(np.int32), lengths, max_new_tokens, stops, choice)
+    return _stream(model, tokens.astype(np.int32), lengths, max_new_tokens, stops, choice, prefixes)
 
 
 def prefill(model: KimiLM, tokens: np.ndarray, lengths: np.ndarray, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -99,15 +109,27 @@ def prefill(model: KimiLM, tokens: np.ndarray, lengths: np.ndarray, cache: Cache
 
     tokens: int [B, T]; lengths: [B], at least 1. The cache is donated.
     """
-    graphdef, state = nnx.split(model)
     logits = None
     for start in range(0, int(lengths.max()), LONGEST_PIECE):
         piece = tokens[:, start : min(start + LONGEST_PIECE, int(lengths.max()))]
         size = min(padded_length(piece.shape[1]), LONGEST_PIECE)
         piece = np.pad(piece, ((0, 0), (0, size - piece.shape[1])))
-        in_piece = np.clip(lengths - start, 0, size).astype(np.int32)
-        logits, cache = _append(graphdef, state, piece, in_piece, cache, logits)
+        in_piece = np.clip(lengths - start, 0, size)
+        logits, cache = append_piece(model, piece, in_piece, cache, logits)
     return logits, cache
+
+
+def append_piece(
+    model: KimiLM, piece: np.ndarray, lengths: np.ndarray, cache: Cache, logits: jax.Array | None
+) -> tuple[jax.Array, Cache]:
+    """(logits [B, vocab], cache) after one piece int32 [B, T] of prompts, of which lengths [B] tokens count.
+
+    logits: those of the piece before or None; a row without tokens in this piece keeps them. The cache is donated.
+    """
+    if logits is None:
+        wide = jnp.promote_types(model.config.dtype, jnp.float32)
+        logits = constrain(jnp.zeros((len(piece), model.config.vocab_size), wide), "batch", "vocab")
+    return _append(*nnx.split(model), piece, np.asarray(lengths, np.int32), cache, logits)
 
 
 def padded_length(n: int) -> int:
@@ -130,10 +152,13 @@ def sample(key: jax.Array, logits_V: jax.Array, temperature: float, top_p: float
     return order[jax.random.categorical(key, jnp.where(kept, logits_V[order], -jnp.inf))].astype(jnp.int32)
 
 
-def _stream(model, tokens, lengths, max_new_tokens, stops, choice):
+def _stream(model, tokens, lengths, max_new_tokens, stops, choice, prefixes):
     graphdef, state = nnx.split(model)
     room = padded_length(int(lengths.max()) + max_new_tokens)
-    logits, cache = prefill(model, tokens, lengths, model.init_cache(len(tokens), room))
+    if prefixes is None:
+        logits, cache = prefill(model, tokens, lengths, model.init_cache(len(tokens), room))
+    else:
+        logits, cache, _ = prefixes.prefill(tokens, room, lengths=lengths)
     ids_B, ended_B = _first(logits, stops, **choice)
     yield np.asarray(ids_B)[:, None]
     done = 1
@@ -149,8 +174,7 @@ def _stream(model, tokens, lengths, max_new_tokens, stops, choice):
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="cache")
 def _append(graphdef, state, tokens, lengths, cache, logits):
     new, cache = nnx.merge(graphdef, state).extend(tokens, cache, lengths=lengths, last_only=True)
-    # A row whose prompt has ended in an earlier piece keeps its logits.
-    return new[:, 0] if logits is None else jnp.where((lengths > 0)[:, None], new[:, 0], logits), cache
+    return jnp.where((lengths > 0)[:, None], new[:, 0], logits), cache
 
 
 @functools.partial(jax.jit, static_argnames="greedy")

@@ -84,7 +84,9 @@ def test_field_DC02_every_way_to_cut_a_prompt(monkeypatch):
     monkeypatch.setattr(latents, "LEAST_BLOCK", 64)
     T, steps = 257, 9
     cuts = [(T - k,) for k in range(9)] + [(64, 64, 64, 65), (1, 255, 1), (2, 2, 253), (100, 157)]
-    model = small_model(small_config(num_layers=4, mla_every=4, kernel_backend="auto", qk_nope_dim=4, v_dim=4))
+    fields = dict(num_layers=4, mla_every=4, scan_layers=True, residual="standard", kernel_backend="auto")
+    model = small_model(small_config(**fields))
+    assert model.config.layer_kinds == ("kda", "kda", "kda", "mla")
     tokens = np.asarray(tokens_for(model.config, 1, T + steps))[0]
     full = np.asarray(forward(model)(tokens[None]))[0]
     extend, cache = extender(model), model.init_cache(len(cuts), T + steps)
@@ -104,7 +106,8 @@ def test_field_DC02_every_way_to_cut_a_prompt(monkeypatch):
         feed(T, [cut[i] if i < len(cut) else 0 for cut in cuts])
     for _ in range(8 + steps):
         feed(1, (np.asarray(cache.length) < T + steps).astype(int))
-    for leaf in map(np.asarray, jax.tree.leaves(cache.layers)):
+    group = [leaf for stacked in jax.tree.leaves(cache.layers.groups) for leaf in stacked]
+    for leaf in map(np.asarray, group + jax.tree.leaves(cache.layers.tail)):
         for row, cut in enumerate(cuts):
             assert_close(leaf[row], leaf[0], F32_FORWARD, f"cache of {cut}")
 
@@ -251,14 +254,14 @@ def test_a_cache_of_another_model_or_layout_is_refused():
     one_row = with_lead(0, state=cache.layers.lead[0].state[:1])
     transposed = with_lead(0, state=jnp.zeros((2, 4, 8, 4)))
     narrow = with_lead(1, latent=jnp.zeros((2, 8, 16), jnp.bfloat16))
-    deeper = small_model(small_config(num_layers=3)).init_cache(2, 8)
+    deeper = dataclasses.replace(cache, layers=cache.layers._replace(lead=cache.layers.lead * 2))
     for bad, message in (
         (dataclasses.replace(cache, layout="states [B, HV, V, K]"), r"cache.layout='states \[B, HV, V, K\]'"),
         (swapped, "cache is a MLACache, this layer's is a KDACache"),
         (one_row, r"cache.state is float32\[1, 4, 8, 8\].*a float type\[2, 4, 8, 8\]"),
         (transposed, r"cache.state is float32\[2, 4, 8, 4\]"),
         (narrow, r"cache.latent is bfloat16\[2, 8, 16\], this layer's MLACache has float32"),
-        (deeper, r"another model: layers before, in, after .* are \(3, 0, 0, set\(\)\)"),
+        (deeper, r"another model: layers before, in, after .* are \(4, 0, 0, set\(\)\)"),
     ):
         with pytest.raises(ValueError, match=message):
             model.extend(tokens, bad)
@@ -268,11 +271,11 @@ def test_trimming_is_for_latents_alone():
     recurrent, model = model_of("block"), small_model(small_config(mla_layers=(0, 1)))
     with pytest.raises(ValueError, match="a KDA state cannot be cut at a token: use verify and accept"):
         trim(recurrent.init_cache(2, 8), jnp.array([0, 0]))
-    extend, tokens = extender(model), np.asarray(tokens_for(model.config, 2, 5))
-    _, cache = extend(tokens, model.init_cache(2, 8))
-    expected, _ = extend(tokens[:, :1], extend(tokens, model.init_cache(2, 8), jnp.array([2, 5]))[1])
-    logits, after = extend(tokens[:, :1], trim(cache, jnp.array([2, 5])))
-    np.testing.assert_array_equal(logits, expected)
+    extend, tokens, one = extender(model), np.asarray(tokens_for(model.config, 2, 5)), jnp.array([1, 1])
+    _, cache = extend(tokens, model.init_cache(2, 8), jnp.array([5, 5]))
+    expected, _ = extend(tokens, extend(tokens, model.init_cache(2, 8), jnp.array([2, 5]))[1], one)
+    logits, after = extend(tokens, trim(cache, jnp.array([2, 5])), one)
+    np.testing.assert_array_equal(logits[:, 0], expected[:, 0])
     np.testing.assert_array_equal(after.length, [3, 6])
     with pytest.raises(ValueError, match=r"length=\[6, 0\] is not allowed: 0 to \[5, 5\]"):
         trim(cache, jnp.array([6, 0]))

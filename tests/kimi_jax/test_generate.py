@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
-from kimi_jax import generate
+from kimi_jax import PrefixCache, generate
 from kimi_jax.generate import _append, _steps, padded_length, sample, stream
 from kimi_jax.sharding import make_mesh, shard_model
 from tests.kimi_jax.small_models import forward, small_config, small_model, tokens_for
@@ -60,11 +61,20 @@ def test_padding_anywhere_equals_padding_on_the_right():
 
 
 def test_long_prompts_go_in_by_pieces(monkeypatch):
-    model, _ = model_and_prompt()
-    prompt, lengths = np.asarray(tokens_for(model.config, 3, 20)), np.array([6, 20, 13])
-    expected = generate(model, prompt, 3, lengths=lengths)
-    monkeypatch.setattr(sys.modules["kimi_jax.generate"], "LONGEST_PIECE", 8)  # the package's attribute is the function
-    np.testing.assert_array_equal(generate(model, prompt, 3, lengths=lengths), expected)
+    """Of 4 tokens, so that the rows end in different ones."""
+    model, prompt = model_and_prompt()
+    monkeypatch.setattr(sys.modules["kimi_jax.generate"], "LONGEST_PIECE", 4)  # the package's attribute is the function
+    np.testing.assert_array_equal(generate(model, prompt, 5, lengths=np.array([6, 2, 4])), greedy())
+
+
+def test_known_prefixes_change_nothing():
+    model, prompt = model_and_prompt()
+    prefixes, lengths = PrefixCache(model, block=4), np.array([6, 2, 4])
+    for known in (0, 1):
+        assert len(prefixes.lookup(prompt[0])) == known
+        np.testing.assert_array_equal(generate(model, prompt, 5, lengths=lengths, prefixes=prefixes), greedy())
+    with pytest.raises(ValueError, match="prefixes is of another model"):
+        generate(nnx.clone(model), prompt, 1, prefixes=prefixes)
 
 
 def test_other_lengths_compile_nothing():
@@ -74,8 +84,6 @@ def test_other_lengths_compile_nothing():
     for T, n in ((6, 10), (5, 2), (1, 15)):
         assert generate(model, prompt[:, :T], n).shape == (3, n)
     assert (_append._cache_size(), _steps._cache_size()) == before
-    generate(model, prompt, 11)  # room for 17 tokens is another size
-    assert _steps._cache_size() == before[1] + 1
     sizes = [padded_length(n) for n in range(1, 10_000)]
     assert all(n <= size <= max(16, 1.25 * n) for n, size in enumerate(sizes, start=1)) and len(set(sizes)) < 50
 
@@ -109,14 +117,25 @@ def test_ended_rows_repeat_their_last_id():
 )
 def test_a_mesh_changes_nothing(axis_type):
     model, prompt = model_and_prompt()
-    prompt, lengths = np.tile(prompt, (2, 1))[:4], np.array([6, 2, 4, 6])
-    expected = generate(model, prompt, 5, lengths=lengths, temperature=2.0, seed=3)
-    sharded, mesh = small_model(model.config), make_mesh(dict(data=2, tensor=2), axis_type=axis_type)
+    lengths = np.array([6, 2, 4])
+    sharded, mesh = small_model(model.config), make_mesh(dict(data=3, tensor=2), axis_type=axis_type)
     shard_model(sharded, mesh)
     with jax.set_mesh(mesh):
-        ids = generate(sharded, prompt, 5, lengths=lengths, temperature=2.0, seed=3)
-        np.testing.assert_array_equal(ids, expected)
-        np.testing.assert_array_equal(generate(sharded, prompt[:3], 5, lengths=lengths[:3]), greedy())
+        np.testing.assert_array_equal(generate(sharded, prompt, 5, lengths=lengths), greedy())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mesh_draws_the_same(axis_type):
+    """Three rows over two devices too, which are then not cut."""
+    model, prompt = model_and_prompt()
+    prompt = np.tile(prompt, (2, 1))
+    sharded, mesh = small_model(model.config), make_mesh(dict(data=2, tensor=2), axis_type=axis_type)
+    shard_model(sharded, mesh)
+    for rows in (4, 3):
+        expected = generate(model, prompt[:rows], 5, temperature=2.0, seed=3)
+        with jax.set_mesh(mesh):
+            np.testing.assert_array_equal(generate(sharded, prompt[:rows], 5, temperature=2.0, seed=3), expected)
 
 
 def test_seeds_reproduce_and_differ():
