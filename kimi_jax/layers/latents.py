@@ -50,19 +50,21 @@ def append(
 ) -> tuple[MLACache | StackedMLACache, jax.Array]:
     """The cache with the tokens whose id is not negative (they come first in each row), and every token's slot [B, T].
 
-    Written in place where the old cache is not needed any more (donated, or carried by a loop). What finds no room is
-    dropped; `length` counts it all the same.
+    Written in place where the old cache is not needed any more (donated, or carried by a loop). Of a row without room
+    for all of them nothing is written, though `length` counts it: its outputs will be NaN, and in a slot even an unseen
+    NaN would spoil the row for whoever has it next.
     """
     B, T, _ = latent_BTC.shape
     L = cache.latent.shape[-2]
     position_BT = cache.length[:, None] + jnp.arange(T)
     slot_BT = position_BT if ids is None else jnp.where(ids >= 0, position_BT, L)
-    added = T if ids is None else (ids >= 0).sum(axis=1, dtype=jnp.int32)
+    length = cache.length + (T if ids is None else (ids >= 0).sum(axis=1, dtype=jnp.int32))
+    slot_BT = jnp.where((length > L)[:, None], L, slot_BT)
     group = getattr(cache, "group", None)
     new = cache._replace(
         latent=_write(cache.latent, group, slot_BT, latent_BTC),
         k_rope=_write(cache.k_rope, group, slot_BT, k_rope_BTR),
-        length=cache.length + added,
+        length=length,
     )
     return new, position_BT
 

@@ -3,12 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
 from kimi_jax import PrefixCache, Snapshot, restore, snapshot
+from kimi_jax.cache import set_length
 from kimi_jax.generate import append_piece, prefill
 from kimi_jax.sharding import make_mesh, shard_model
 from tests.kimi_jax.small_models import forward, small_config, small_model, tokens_for
@@ -84,6 +86,16 @@ def test_field_DC08_two_requests_from_one_snapshot():
     assert_close(logits[1], other[0], F32_FORWARD, "another continuation, alone")
     for now, then in zip(leaves(kept), before, strict=True):
         np.testing.assert_array_equal(now, then)
+
+
+def test_a_row_that_was_full_can_be_used_again():
+    """The layers after the one that runs out of room see NaN, and must not leave it in slots."""
+    model, tokens, _, full = setting()
+    cache = set_length(jax.tree.map(jnp.copy, cold()), jnp.array([ROOM - 10, 100]))
+    logits, cache = append_piece(model, tokens[[0, 0], :BLOCK].astype(np.int32), [BLOCK, 1], cache, None)
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+    step, cache = tokens[[0, 0], 128:129].astype(np.int32), restore(cache, 0, snapshot(cold(), 1))
+    assert_close(append_piece(model, step, [1, 1], cache, None)[0][0], full[0, 128], F32_FORWARD)
 
 
 def test_the_longest_unused_go_first():
