@@ -151,23 +151,35 @@ class _Clock:
         return f"{first}; then {rows * steps / (calls[-1] - calls[0]):.1f} tokens/s, {rows} at a time"
 
 
-def main(argv: list[str]) -> None:
-    values = flags.FLAGS
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    """The flags of the command."""
+    text = "For released weights: a folder with a tokenizer.json (default: theirs), or ids."
+    flags.DEFINE_string("workdir", None, "Directory of a run.", flag_values=values)
+    flags.DEFINE_string("weights", None, "Folder of released weights.", flag_values=values)
+    flags.DEFINE_string("tokenizer", None, text, flag_values=values)
+    text = "How a text begins. Given again: another text."
+    flags.DEFINE_multi_string("prompt", ["import os\n\n\nclass "], text, flag_values=values)
+    flags.DEFINE_integer("tokens", 400, "How many tokens to add at most.", lower_bound=1, flag_values=values)
+    text = "0 takes the likeliest token each time."
+    flags.DEFINE_float("temperature", 0.8, text, lower_bound=0, flag_values=values)
+    text = "Sample among the likeliest tokens that together have this probability."
+    flags.DEFINE_float("top_p", 1.0, text, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Another seed, another text.", flag_values=values)
+
+
+def speak(values: flags.FlagValues) -> None:
+    """Print what the flags ask for, and to stderr how fast it came."""
     if (values.workdir is None) == (values.weights is None):
         raise app.UsageError("give either --workdir (a run) or --weights (a released folder)")
     if values.tokenizer is not None and values.weights is None:
         raise app.UsageError("--tokenizer goes with --weights; a run has its own")
+    if values.weights is None:
+        speaker = load_run(values.workdir)
+    else:
+        speaker = load_released(values.weights, values.tokenizer)
     options = dict(temperature=values.temperature, top_p=values.top_p, seed=values.seed)
-    try:
-        if values.weights is None:
-            speaker = load_run(values.workdir)
-        else:
-            speaker = load_released(values.weights, values.tokenizer)
-        pieces = stream_text(speaker, values.prompt, values.tokens, **options)
-    except (ValueError, NotImplementedError) as error:
-        logging.debug("where it happened:", exc_info=True)
-        sys.exit(f"error: {error}")
-    printer, clock = _Printer(values.prompt), _Clock()
+    clock, pieces = _Clock(), stream_text(speaker, values.prompt, values.tokens, **options)
+    printer = _Printer(values.prompt)
     for new in pieces:
         clock.tick()
         printer.say(new)
@@ -175,14 +187,17 @@ def main(argv: list[str]) -> None:
     print(clock.report(len(values.prompt)), file=sys.stderr)
 
 
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; a prompt is --prompt='...'")
+    try:
+        speak(flags.FLAGS)
+    except (ValueError, NotImplementedError) as error:
+        logging.debug("where it happened:", exc_info=True)
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Directory of a run.")
-    flags.DEFINE_string("weights", None, "Folder of released weights: config.json and safetensors.")
-    flags.DEFINE_string("tokenizer", None, "For released weights: a folder with a tokenizer.json, or ids.")
-    flags.DEFINE_multi_string("prompt", ["import os\n\n\nclass "], "How a text begins. Given again: another text.")
-    flags.DEFINE_integer("tokens", 400, "How many tokens to add at most.", lower_bound=1)
-    flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token each time.", lower_bound=0)
-    flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens that together have this probability.")
-    flags.DEFINE_integer("seed", 0, "Another seed, another text.")
+    define_flags()
     flags.FLAGS.verbosity = logging.WARNING  # libraries have much to say at INFO; --verbosity still works
     app.run(main)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from absl import app, flags
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -11,6 +12,7 @@ import experiments.generate as program
 from experiments.generate import Speaker, load_released, stream_text
 from experiments.tokenization import ByteTokenizer, IdTokenizer, ReleasedTokenizer
 from kimi_jax import KimiLM, generate, get_config, save_hf
+from tests.kimi_jax.conftest import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import GOLDEN, golden
 
 PROMPTS = ("ab", "c")
@@ -100,3 +102,19 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         IdTokenizer().encode("a 2")
     with pytest.raises(ValueError, match="prompt='' has no token"):
         stream_text(Speaker(None, ByteTokenizer(), ()), ["a", ""], 3, temperature=0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "either --workdir"),
+        (["--workdir=a", "--weights=b"], "either --workdir"),
+        (["--workdir=a", "--tokenizer=ids"], "--tokenizer goes with --weights"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(arguments, message):
+    values = flags.FlagValues()
+    program.define_flags(values)
+    values(["", *arguments])
+    with pytest.raises(app.UsageError, match=message):
+        program.speak(values)

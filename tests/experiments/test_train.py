@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +14,7 @@ from absl import flags
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
+import experiments.generate
 from experiments.generate import load_run, sample_text, stream_text
 from experiments.loop import TrainingDiverged, train
 from experiments.metrics import MetricsWriter, read_metrics
@@ -27,7 +25,6 @@ from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers import RouterBias
 
-ROOT = Path(__file__).parents[2]
 SMALL = dict(
     hidden_size=8, num_layers=2, mla_every=2, kda_num_heads=2, kda_head_dim=4, mla_num_heads=2, kv_lora_rank=8,
     qk_nope_dim=4, qk_rope_dim=0, v_dim=4, ffn_width=8, chunk_size=16,
@@ -103,27 +100,18 @@ def test_a_finished_run_can_be_loaded_and_sampled(finished):
         load_run(str(result.workdir / "checkpoints"))
 
 
-@pytest.mark.slow
-def test_the_command_prints_texts_one_after_the_other(finished):
+def test_the_generate_command_prints_texts_one_after_the_other(finished, capsys):
     _, config = finished
     prompts = ("be", "alpha")
     said = zip(*stream_text(load_run(config.workdir), prompts, 50, temperature=0), strict=True)
     first, second = (prompt + "".join(new) for prompt, new in zip(prompts, said, strict=True))
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.generate", f"--workdir={config.workdir}", "--tokens=50", "--temperature=0"]
-        + [f"--prompt={prompt}" for prompt in prompts],
-        cwd=ROOT,
-        env={**os.environ, **cache},
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == f"--- 1 of 2\n{first}\n--- 2 of 2\n{second}\n"
-    assert re.search(r"first token after .* s, .*; then [\d.]+ tokens/s, 2 at a time", done.stderr.decode())
+    values = flags.FlagValues()
+    experiments.generate.define_flags(values)
+    values(["", f"--workdir={config.workdir}", "--prompt=be", "--prompt=alpha", "--tokens=50", "--temperature=0"])
+    experiments.generate.speak(values)
+    printed = capsys.readouterr()
+    assert printed.out == f"--- 1 of 2\n{first}\n--- 2 of 2\n{second}\n"
+    assert re.fullmatch(r"first token after .* s, .*; then [\d.]+ tokens/s, 2 at a time\n", printed.err)
 
 
 def test_a_finished_run_is_not_trained_again(finished):
