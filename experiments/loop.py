@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from experiments.evaluate import make_evaluate
+from experiments.generate import sample_text
 from experiments.input_pipeline import Batch, training_batches, validation_batches
 from experiments.metrics import MetricsWriter, read_metrics, replace_text
 from experiments.plots import plot_loss
 from experiments.run_directory import CHECKPOINTS, open_run, read_result, write_result
-from experiments.sample import sample_text
 from experiments.stopping import StopRequest
 from experiments.text import load_corpus
 from experiments.tokenization import get_tokenizer

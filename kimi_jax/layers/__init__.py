@@ -2,7 +2,8 @@
 
 from .feed_forward import FeedForward
 from .kda import KDACache, KDALayer
-from .mla import MLA, MLACache
+from .latents import MLACache
+from .mla import MLA
 from .moe import MoE, RouterBias
 from .norms import GatedRMSNorm, RMSNorm
 from .short_conv import ShortConv

@@ -20,6 +20,7 @@ from flax import nnx
 from kimi_jax.sharding import constrain, per_shard, project
 from pallas_kernels import kda, kda_step
 
+from .cache_check import check_cache
 from .norms import GatedRMSNorm
 from .padding import left_align, merge_ids, zero_padding
 from .parameters import at_least_float32, check_heads, weight
@@ -35,7 +36,33 @@ class KDACache(NamedTuple):
     q_tail: jax.Array  # [B, W-1, H*K]  the last raw inputs of the convolution, oldest first
     k_tail: jax.Array  # [B, W-1, H*K]
     v_tail: jax.Array  # [B, W-1, HV*V]
-    state: jax.Array  # [B, HV, K, V]  float32
+    state: jax.Array  # [B, HV, K, V]  float32, or as init_cache was told
+
+
+class KDAInputs(NamedTuple):
+    """All that the recurrence takes from the tokens: projections as they are, before convolution and activations."""
+
+    q: jax.Array  # [B, T, H*K]
+    k: jax.Array  # [B, T, H*K]
+    v: jax.Array  # [B, T, HV*V]
+    g: jax.Array  # [B, T, HV*K]
+    beta: jax.Array  # [B, T, HV]
+
+
+class KDADraft(NamedTuple):
+    """A cache and the tokens after it of which not all may stay: a state cannot be cut, so it waits for `settle`."""
+
+    cache: KDACache  # before these tokens
+    inputs: KDAInputs
+
+    @classmethod
+    def empty(cls, cache: KDACache, T: int) -> "KDADraft":
+        """To pass as a cache with T tokens; caches may be stacked."""
+        *lead, HV, K, _ = cache.state.shape
+        widths = [tail.shape[-1] for tail in (cache.q_tail, cache.k_tail, cache.v_tail)] + [HV * K, HV]
+        names = (None,) * (len(lead) - 1) + ("batch", None, "heads")
+        zeros = (constrain(jnp.zeros((*lead, T, width), cache.q_tail.dtype), *names) for width in widths)
+        return cls(cache, KDAInputs(*zeros))
 
 
 class KDALayer(nnx.Module):
@@ -117,51 +144,80 @@ class KDALayer(nnx.Module):
         self,
         x_BTD: jax.Array,
         segment_ids: jax.Array | None = None,
-        cache: KDACache | None = None,
+        cache: KDACache | KDADraft | None = None,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, KDACache | None]:
+    ) -> tuple[jax.Array, KDACache | KDADraft | None]:
         """(y [B, T, hidden], the cache after these tokens, or None if none was given).
 
         Documents in segment_ids do not see each other. At padding (a negative id, a position beyond lengths) the input
         is ignored, y is exactly 0 and the cache is left alone. Padding between two tokens of one document is read as
-        zeros by the convolution (with a cache: skipped). With a cache, segment_ids may only mark padding.
+        zeros by the convolution (with a cache: skipped). With a cache, segment_ids may only mark padding. Given a
+        KDADraft it returns one that holds these tokens, for `settle`. A cache of other sizes is a ValueError.
         """
         if cache is None:
             return self._mix(x_BTD, merge_ids(x_BTD, segment_ids, lengths), None)
+        self._check_cache(cache.cache if isinstance(cache, KDADraft) else cache, x_BTD.shape[0])
         x_BTD, lengths, restore = left_align(x_BTD, segment_ids, lengths)
         y_BTD, cache = self._mix(x_BTD, merge_ids(x_BTD, None, lengths), cache)
         return restore(y_BTD), cache
 
-    def init_cache(self, batch: int) -> KDACache:
-        """The cache before the first token."""
-        before = max(self.conv_width - 1, 0)
-        qk_tail = jnp.zeros((batch, before, self.num_heads * self.head_k), self.dtype)
-        v_tail = jnp.zeros((batch, before, self.num_value_heads * self.head_v), self.dtype)
-        state = jnp.zeros((batch, self.num_value_heads, self.head_k, self.head_v), at_least_float32(self.dtype))
+    def init_cache(self, batch: int, state_dtype: jnp.dtype | None = None) -> KDACache:
+        """The cache before the first token.
+
+        state_dtype: of the state between calls; None: at least float32. In bfloat16 it is half as much to read and
+        write, and updates that are small beside it are lost (see `kda_step`). Computation is float32 either way.
+        """
+
+        def tail(width):  # each its own array, because none can be donated twice
+            return constrain(jnp.zeros((batch, max(self.conv_width - 1, 0), width), self.dtype), "batch", None, "heads")
+
+        dtype = at_least_float32(self.dtype) if state_dtype is None else state_dtype
+        state = jnp.zeros((batch, self.num_value_heads, self.head_k, self.head_v), dtype)
+        qk_width = self.num_heads * self.head_k
         return KDACache(
-            q_tail=constrain(qk_tail, "batch", None, "heads"),
-            k_tail=constrain(qk_tail, "batch", None, "heads"),
-            v_tail=constrain(v_tail, "batch", None, "heads"),
+            q_tail=tail(qk_width),
+            k_tail=tail(qk_width),
+            v_tail=tail(self.num_value_heads * self.head_v),
             state=constrain(state, "batch", "heads", None, None),
         )
+
+    def settle(self, cache: KDACache, inputs: KDAInputs, counts: jax.Array) -> KDACache:
+        """The cache after the first counts [B] of each row's drafted tokens, as if only they had been given."""
+        T = inputs.q.shape[1]
+        ids = jnp.where(jnp.arange(T) < counts[:, None], 0, -1)
+        return self._advance(inputs, ids, cache)[1]
 
     def _mix(self, x_BTD, ids, cache):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
         heads = ("batch", None, "heads")
-        q, q_tail = self._convolve("q", project(x_BTD, self.q, heads), ids, cache)
-        k, k_tail = self._convolve("k", project(x_BTD, self.k, heads), ids, cache)
-        v, v_tail = self._convolve("v", project(x_BTD, self.v, heads), ids, cache)
-        q_BTHK, k_BTHK = _split(q, self.num_heads), _split(k, self.num_heads)
-        v_BTHV = _split(v, self.num_value_heads)
-        g_BTHK = _split(self._low_rank(x_BTD, self.f_a, self.f_b), self.num_value_heads)
-        beta_BTH = project(x_BTD, self.b, heads)
-
-        o_BTHV, state = self._recur(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, ids, cache)
-
+        inputs = KDAInputs(
+            q=project(x_BTD, self.q, heads),
+            k=project(x_BTD, self.k, heads),
+            v=project(x_BTD, self.v, heads),
+            g=self._low_rank(x_BTD, self.f_a, self.f_b),
+            beta=project(x_BTD, self.b, heads),
+        )
+        if isinstance(cache, KDADraft):
+            o_BTHV, _ = self._advance(inputs, ids, cache.cache)
+            cache = KDADraft(cache.cache, inputs)
+        else:
+            o_BTHV, cache = self._advance(inputs, ids, cache)
         o_BTHV = self.o_norm(o_BTHV, self._output_gate(x_BTD))
         B, T, HV, V = o_BTHV.shape
-        y_BTD = project(o_BTHV.reshape(B, T, HV * V), self.o, ("batch", None, None))
-        return y_BTD, None if cache is None else KDACache(q_tail, k_tail, v_tail, state)
+        return project(o_BTHV.reshape(B, T, HV * V), self.o, ("batch", None, None)), cache
+
+    def _advance(self, inputs, ids, cache):
+        """Convolutions and recurrence: output [B, T, HV, V], and the cache after these tokens or None."""
+        q, q_tail = self._convolve("q", inputs.q, ids, cache)
+        k, k_tail = self._convolve("k", inputs.k, ids, cache)
+        v, v_tail = self._convolve("v", inputs.v, ids, cache)
+        q_BTHK, k_BTHK = _split(q, self.num_heads), _split(k, self.num_heads)
+        v_BTHV, g_BTHK = _split(v, self.num_value_heads), _split(inputs.g, self.num_value_heads)
+        o_BTHV, state = self._recur(q_BTHK, k_BTHK, v_BTHV, g_BTHK, inputs.beta, ids, cache)
+        return o_BTHV, None if cache is None else KDACache(q_tail, k_tail, v_tail, state)
+
+    def _check_cache(self, cache, batch):
+        check_cache(cache, jax.eval_shape(lambda: self.init_cache(batch)), any_float=("state",))
 
     def _convolve(self, name, x, ids, cache):
         tail = None if cache is None else getattr(cache, f"{name}_tail")
@@ -195,7 +251,9 @@ class KDALayer(nnx.Module):
             return scan(q, k, v, g, beta, segment_ids=ids, chunk_size=self.chunk_size, **options)
         if q.shape[1] > 1:
             options |= dict(segment_ids=ids, chunk_size=self.chunk_size)
-            return scan(q, k, v, g, beta, initial_state=cache.state, **options)
+            before = cache.state.astype(at_least_float32(cache.state.dtype))
+            o, state = scan(q, k, v, g, beta, initial_state=before, **options)
+            return o, state.astype(cache.state.dtype)
         o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **options)
         if ids is not None:
             valid = (ids[:, 0] >= 0)[:, None, None]

@@ -10,7 +10,6 @@ other models rotate ("rope") is shared by all heads and is never rotated here: o
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +17,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 
-from kimi_jax.sharding import constrain, project, spread
+from kimi_jax.sharding import constrain, gathered, logical_axes, project, spread
 
+from .cache_check import check_cache
+from .latents import MLACache, StackedMLACache, append, attend
 from .norms import RMSNorm
 from .padding import concrete_ids, is_concrete, left_align, merge_ids, zero_padding
 from .parameters import check_heads, weight
-
-
-class MLACache(NamedTuple):
-    """The latents of the tokens so far; slots at and beyond `length` are unused."""
-
-    latent: jax.Array  # [B, L, kv_lora]  after its norm
-    k_rope: jax.Array  # [B, L, rope]  the key slice that all heads share
-    length: jax.Array  # [B] int32
 
 
 class MLA(nnx.Module):
@@ -65,6 +58,7 @@ class MLA(nnx.Module):
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.qk_nope_dim, self.qk_rope_dim, self.v_dim = qk_nope_dim, qk_rope_dim, v_dim
         self.q_lora_rank, self.output_gate, self.dtype = q_lora_rank, output_gate, dtype
+        self.scale = (qk_nope_dim + qk_rope_dim) ** -0.5
         q_width = num_heads * (qk_nope_dim + qk_rope_dim)
 
         def new(shape, *axes):
@@ -99,10 +93,12 @@ class MLA(nnx.Module):
         Documents in segment_ids do not see each other. At padding (a negative id, a position beyond lengths) the input
         is ignored, y and gradients are exactly 0 and nothing is appended. With a cache, segment_ids may only mark
         padding. A row that outgrows its cache is a ValueError when its length is concrete, NaN in y when it is traced.
-        A cached call expands the keys and values of all L slots.
+        A cache of other sizes is a ValueError.
+        How a cached call reads the latents, and where it has no gradient: `layers.latents`.
         """
         if cache is None:
             return self._attend_self(x_BTD, merge_ids(x_BTD, segment_ids, lengths)), None
+        self._check_cache(cache, x_BTD.shape[0])
         aligned_BTD, valid, restore = left_align(x_BTD, segment_ids, lengths)
         ids = merge_ids(aligned_BTD, None, valid)
         _check_room(cache, concrete_ids(x_BTD, segment_ids, lengths))
@@ -122,28 +118,23 @@ class MLA(nnx.Module):
     def _attend_self(self, x_BTD, ids):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
         mask_BTS = None if ids is None else ids[:, :, None] == ids[:, None, :]
-        o = self._attend(self._queries(x_BTD), *self._latents(x_BTD), mask_BTS, causal=True)
+        o = self._attend(self._queries(x_BTD), *self._latents(x_BTD), mask_BTS)
         return self._output(x_BTD, o, ids)
 
     def _attend_cache(self, x_BTD, ids, cache):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
-        B, T, _ = x_BTD.shape
-        L = cache.latent.shape[1]
-        position_BT = cache.length[:, None] + jnp.arange(T)
-        slot_BT = position_BT if ids is None else jnp.where(ids >= 0, position_BT, L)
-        added = jnp.full(B, T, jnp.int32) if ids is None else (ids >= 0).sum(axis=1, dtype=jnp.int32)
-        length = cache.length + added
-
-        def append(slots_BLX, new_BTX):
-            write = jax.vmap(lambda row, slot, new: row.at[slot].set(new.astype(row.dtype), mode="drop"))
-            return write(slots_BLX, slot_BT, new_BTX)
-
-        latent_new, k_rope_new = self._latents(x_BTD)
-        cache = MLACache(append(cache.latent, latent_new), append(cache.k_rope, k_rope_new), length)
-        mask_BTS = jnp.arange(L) <= position_BT[..., None]
-        o = self._attend(self._queries(x_BTD), cache.latent, cache.k_rope, mask_BTS)
+        cache, position_BT = append(cache, *self._latents(x_BTD), ids)
+        kv_b = gathered(self.kv_b[...].astype(self.dtype), logical_axes(self.kv_b))
+        kv_b_CNX = kv_b.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_dim + self.v_dim)
+        o = attend(self._queries(x_BTD), kv_b_CNX, cache, position_BT, self.scale)
         y_BTD = self._output(x_BTD, o, ids)
-        return jnp.where((length > L)[:, None, None], jnp.nan, y_BTD), cache
+        return jnp.where((cache.length > cache.latent.shape[-2])[:, None, None], jnp.nan, y_BTD), cache
+
+    def _check_cache(self, cache, batch):
+        if isinstance(cache, StackedMLACache):
+            cache = jax.eval_shape(lambda cache: MLACache(cache.latent[0], cache.k_rope[0], cache.length), cache)
+        slots = cache.latent.shape[1] if isinstance(cache, MLACache) and cache.latent.ndim > 1 else 1
+        check_cache(cache, jax.eval_shape(lambda: self.init_cache(batch, slots)))
 
     def _queries(self, x_BTD):
         if self.q_lora_rank is None:
@@ -157,8 +148,8 @@ class MLA(nnx.Module):
         both = project(x_BTD, self.kv_a, ("batch", None, None))
         return self.kv_norm(both[..., : self.kv_lora_rank]), both[..., self.kv_lora_rank :]
 
-    def _attend(self, q_BTNH, latent_BSC, k_rope_BSR, mask_BTS, *, causal=False):
-        """Softmax attention of the queries over the keys and values expanded from S latents -> [B, T, N, v]."""
+    def _attend(self, q_BTNH, latent_BSC, k_rope_BSR, mask_BTS):
+        """Causal softmax attention over the keys and values expanded from S = T latents -> [B, T, N, v]."""
         B, S, _ = latent_BSC.shape
         kv = project(latent_BSC.astype(self.dtype), self.kv_b, ("batch", None, "heads"))
         kv = kv.reshape(B, S, self.num_heads, self.qk_nope_dim + self.v_dim)
@@ -166,8 +157,7 @@ class MLA(nnx.Module):
         k_rope = k_rope_BSR.astype(self.dtype)[:, :, None]
         k_rope = spread(k_rope, (B, S, self.num_heads, self.qk_rope_dim), "batch", None, "heads", None)
         k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
-        scale = (self.qk_nope_dim + self.qk_rope_dim) ** -0.5
-        return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=scale, causal=causal)
+        return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=self.scale, causal=True)
 
     def _output(self, x_BTD, o_BTNV, ids):
         # A row without any visible key averages over all of them: its output is dropped here.
@@ -237,7 +227,7 @@ def _check_room(cache: MLACache, ids_BT: np.ndarray | None) -> None:
     """ValueError if a row would outgrow the cache; silent where its length or the new tokens' ids are traced."""
     if ids_BT is None or not is_concrete(cache.length):
         return
-    L = cache.latent.shape[1]
+    L = cache.latent.shape[-2]
     if L < (longest := int((np.asarray(cache.length) + (ids_BT >= 0).sum(axis=1)).max(initial=0))):
         raise ValueError(f"the cache has room for {L} tokens per row, its longest row would have {longest}")
 

@@ -103,7 +103,8 @@ class LayerStack(nnx.Module):
         caches: StackCache | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[DepthState, StackCache | None, jax.Array | None]:
-        """(state after all layers, caches, router loads [MoE layers, E] or None)."""
+        """(state after all layers, caches, router loads or None). ValueError for caches of other layers."""
+        self._check_caches(caches)
         lead, groups, tail = (None, None, None) if caches is None else caches
         state, lead, loads = self._run(self.lead, state, ids, lead, lengths)
         loads = [load[None] for load in loads]
@@ -148,6 +149,37 @@ class LayerStack(nnx.Module):
             tail=tuple(map(make_cache, self.tail)),
         )
 
+    def update_caches(
+        self, update: Callable[[nnx.Module, object, object], object], caches: StackCache, others: StackCache
+    ) -> StackCache:
+        """update(layer, cache, other) for every layer; `others` holds any tree per layer, for groups stacked."""
+        self._check_caches(caches)
+        graphdefs, params = zip(*map(nnx.split, self.group), strict=True) if self.group else ((), ())
+
+        def each(layers, caches, others):
+            return tuple(map(update, layers, caches, others))
+
+        def step(groups, params_and_others):
+            params, others, group = params_and_others
+            new = each(_merge(graphdefs, params), [_pick(cache, group) for cache in groups], others)
+            return tuple(_put(cache, group, layer_new) for cache, layer_new in zip(groups, new, strict=True)), None
+
+        numbers = jnp.arange(self.repetition.count)
+        groups = jax.lax.scan(step, caches.groups, (params, others.groups, numbers))[0]
+        return StackCache(each(self.lead, caches.lead, others.lead), groups, each(self.tail, caches.tail, others.tail))
+
+    def _check_caches(self, caches):
+        if caches is None:
+            return
+        groups = {leaf.shape[0] for cache in caches.groups for leaf in jax.tree.leaves(cache)}
+        got = len(caches.lead), len(caches.groups), len(caches.tail), groups
+        own = len(self.lead), len(self.group), len(self.tail), {self.repetition.count} if self.group else set()
+        if got != own:
+            raise ValueError(
+                f"the cache is of another model: layers before, in, after the repeated group and groups are {got}, "
+                f"this model has {own}"
+            )
+
     def _run(self, layers, state, ids, caches, lengths):
         """Layers one after the other -> (state, caches, the loads [E] of those that have experts)."""
         if caches is not None:  # decoding: no backward pass
@@ -187,14 +219,17 @@ class LayerStack(nnx.Module):
             pieces = [slice(0, rep.period)] if whole else [slice(i, i + 1) for i in range(rep.period)]
             state, loads = _scan_with_recompute(residual, graphdefs, pieces, params, state, ids)
         else:
-
-            def step(state, params_and_caches):
-                params, caches = params_and_caches
+            # Caches are carried: what a scan takes in and puts out are two arrays, so each call would copy them whole.
+            def step(carry, params_and_group):
+                (state, caches), (params, group) = carry, params_and_group
                 before = state.depth
-                state, caches, loads = self._run(_merge(graphdefs, params), state, ids, caches, lengths)
-                return dataclasses.replace(state, depth=before), (caches, loads)  # the carry keeps its type
+                picked = None if caches is None else tuple(_pick(cache, group) for cache in caches)
+                state, new, loads = self._run(_merge(graphdefs, params), state, ids, picked, lengths)
+                if caches is not None:
+                    caches = tuple(_put(cache, group, layer_new) for cache, layer_new in zip(caches, new, strict=True))
+                return (dataclasses.replace(state, depth=before), caches), loads  # the carry keeps its type
 
-            state, (caches, loads) = jax.lax.scan(step, state, (params, caches))
+            (state, caches), loads = jax.lax.scan(step, (state, caches), (params, jnp.arange(rep.count)))
         if loads:  # per position [groups, E] -> in layer order
             loads = [jnp.stack(loads, axis=1).reshape(-1, loads[0].shape[-1])]
         return residual.after_scan(state, depth=2 * rep.end), caches, loads
@@ -208,6 +243,20 @@ def _call_layers(residual, layers, state, ids, caches=None, lengths=None):
         new_caches.append(cache)
         loads += [] if load is None else [load]
     return state, tuple(new_caches), loads
+
+
+def _pick(cache, group):
+    """One layer's cache of those stacked [groups, ...]. A kind that is better not sliced has a `pick` of its own."""
+    if hasattr(cache, "pick"):
+        return cache.pick(group)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False), cache)
+
+
+def _put(cache, group, new):
+    """The stacked caches with one layer's replaced."""
+    if hasattr(cache, "put"):
+        return cache.put(group, new)
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, group, 0), cache, new)
 
 
 def _merge(graphdefs, params):

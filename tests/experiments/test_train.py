@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +14,11 @@ from absl import flags
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
+import experiments.generate
+from experiments.generate import load_run, sample_text, stream_text
 from experiments.loop import TrainingDiverged, train
 from experiments.metrics import MetricsWriter, read_metrics
 from experiments.run_directory import open_run
-from experiments.sample import sample_run
 from experiments.train import config_from_flags, define_flags
 from experiments.train_config import TrainConfig, parse_overrides
 from kimi_jax import KimiLM, get_config, load_hf, save_hf
@@ -91,10 +93,25 @@ def test_a_finished_run_can_be_loaded_and_sampled(finished):
     result, config = finished
     model = load_model(result.workdir / "checkpoints")
     assert model.config.hidden_size == 8 and model(np.ones((1, 3), np.int32)).shape == (1, 3, 256)
-    first, second = (sample_run(config.workdir, "be", 6, temperature=1.0, seed=seed) for seed in (1, 1))
+    speaker = load_run(config.workdir)
+    first, second = (sample_text(*speaker[:2], "be", 6, temperature=1.0, seed=seed) for seed in (1, 1))
     assert first == second and first.startswith("be")
     with pytest.raises(ValueError, match="holds no run"):
-        sample_run(str(result.workdir / "checkpoints"), "be", 6, temperature=1.0, seed=0)
+        load_run(str(result.workdir / "checkpoints"))
+
+
+def test_the_generate_command_prints_texts_one_after_the_other(finished, capsys):
+    _, config = finished
+    prompts = ("be", "alpha")
+    said = zip(*stream_text(load_run(config.workdir), prompts, 50, temperature=0), strict=True)
+    first, second = (prompt + "".join(new) for prompt, new in zip(prompts, said, strict=True))
+    values = flags.FlagValues()
+    experiments.generate.define_flags(values)
+    values(["", f"--workdir={config.workdir}", "--prompt=be", "--prompt=alpha", "--tokens=50", "--temperature=0"])
+    experiments.generate.speak(values)
+    printed = capsys.readouterr()
+    assert printed.out == f"--- 1 of 2\n{first}\n--- 2 of 2\n{second}\n"
+    assert re.fullmatch(r"first token after .* s, .*; then [\d.]+ tokens/s, 2 at a time\n", printed.err)
 
 
 def test_a_finished_run_is_not_trained_again(finished):

@@ -36,7 +36,7 @@ def layer(name="kimi_linear", **kwargs):
     return randomise(KDALayer(HIDDEN, **options, rngs=nnx.Rngs(0)))
 
 
-def by_hand(kda, x_TD):
+def by_hand(kda, x_TD, state_HKV=0.0):
     """One row in float64, token by token."""
     w = {name: np.asarray(p[...], np.float64) for name, p in vars(kda).items() if isinstance(p, nnx.Param)}
     x = np.asarray(x_TD, np.float64)
@@ -62,7 +62,7 @@ def by_hand(kda, x_TD):
     g = -A * np.log1p(np.exp(z)) if kda.lower_bound is None else kda.lower_bound * sigmoid(A * z)
     beta = sigmoid(x @ w["b"])
 
-    S, o = np.zeros((HV, K, V)), np.zeros((T, HV, V))
+    S, o = np.zeros((HV, K, V)) + state_HKV, np.zeros((T, HV, V))
     for t in range(T):
         S = np.exp(g[t])[..., None] * S
         r = v[t] - np.einsum("hkv,hk->hv", S, k[t])
@@ -124,6 +124,24 @@ GATES = [  # field case LY04: None and -5 are different models, and neither is a
     Gate("softplus_up", None, 1.0, -5.2530467),
     Gate("softplus_down", None, -1.0, -1.2530467),
 ]
+
+
+@pytest.mark.parametrize("K", [pytest.param(32, marks=pytest.mark.exhaustive), 64])
+def test_field_DC01_a_state_from_elsewhere_lies_as_documented(K):
+    """Only its first row of K is not zero, so that no path can take K for V: a prompt of 100, then 28 single tokens."""
+    kda = randomise(KDALayer(HIDDEN, num_heads=2, head_k=K, head_v=64, rngs=nnx.Rngs(0)))
+    kda.A_log[...] = jnp.log(jnp.full(2, 0.05))  # slow decay: what was there stays visible
+    x, state = inputs(1, 128, HIDDEN), jnp.zeros((1, 2, K, 64)).at[:, :, 0].set(1)
+
+    def decode(cache, x_BD):
+        y, cache = kda(x_BD[:, None], cache=cache)
+        return cache, y[:, 0]
+
+    y, cache = call(kda, x[:, :100], cache=kda.init_cache(1)._replace(state=state))
+    cache, rest = jax.jit(lambda cache, x: jax.lax.scan(decode, cache, x))(cache, jnp.swapaxes(x[:, 100:], 0, 1))
+    expected, expected_state = by_hand(kda, x[0], np.asarray(state[0]))
+    assert_close(jnp.concatenate([y[0], rest[:, 0]]), expected, F32_FORWARD)
+    assert_close(cache.state[0], expected_state, F32_FORWARD, "state")
 
 
 @pytest.mark.parametrize("case", GATES, ids=lambda case: case.name)

@@ -1,0 +1,114 @@
+"""Attention over cached latents: block by block, folded or expanded, in place."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.layers import MLACache, latents
+from kimi_jax.layers.latents import StackedMLACache, append, attend, block_size, folds
+from tests.kimi_jax.layers.layer_support import inputs
+from tests.support import F32_FORWARD, assert_close, equations
+
+B, N, C, R, NOPE, V = 3, 2, 6, 2, 4, 3
+LENGTHS = np.array([2, 19, 11])  # tokens before the call
+
+
+class Case(NamedTuple):
+    name: str
+    T: int
+    L: int
+    stacked: bool = False
+
+
+CASES = [
+    Case("one_token_overlapping_last_block", 1, 21),
+    Case("one_token_stacked", 1, 24, stacked=True),
+    Case("draft", 3, 24),
+    Case("piece_expanded", 9, 29),
+    Case("piece_expanded_stacked", 9, 29, stacked=True),
+    Case("single_block", 2, 24),
+]
+
+
+def cache_of(case):
+    """Live slots random, the rest a number that would show."""
+    slots = np.arange(case.L) < LENGTHS[:, None]
+    latent, k_rope = (np.where(slots[..., None], inputs(B, case.L, x, seed=x), 1e3) for x in (C, R))
+    if not case.stacked:
+        return MLACache(jnp.asarray(latent), jnp.asarray(k_rope), jnp.asarray(LENGTHS))
+    latent, k_rope = (jnp.stack([jnp.full_like(x, 7), x, jnp.full_like(x, 8)]) for x in (latent, k_rope))
+    return StackedMLACache(latent, k_rope, jnp.asarray(LENGTHS), jnp.int32(1))
+
+
+def by_hand(q, kv_b, latent, k_rope, position, scale):
+    """One row in float64."""
+    kv = np.einsum("sc,cnx->snx", *(np.asarray(x, np.float64) for x in (latent, kv_b)))
+    key = np.concatenate([kv[..., :NOPE], np.broadcast_to(k_rope[:, None], (len(k_rope), N, R))], axis=-1)
+    scores = scale * np.einsum("tnh,snh->nts", np.asarray(q, np.float64), key)
+    scores = np.where(np.arange(len(key)) <= position[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nts,snv->tnv", weights / weights.sum(-1, keepdims=True), kv[..., NOPE:])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
+    if case.name != "single_block":
+        monkeypatch.setattr(latents, "LEAST_BLOCK", 8)
+    assert (block_size(case.T, case.L) < case.L) == (case.name != "single_block")
+    assert folds(case.T, C, NOPE + V) == ("expanded" not in case.name)
+    q, kv_b = inputs(B, case.T, N, NOPE + R), inputs(C, N, NOPE + V, seed=2)
+    new = inputs(B, case.T, C, seed=3), inputs(B, case.T, R, seed=4)
+    before, ids = cache_of(case), jnp.asarray([[0] * (case.T - 1) + [-1], [0] * case.T, [-1] * case.T])
+
+    @jax.jit
+    def run(cache):
+        cache, position = append(cache, *new, ids)
+        return attend(q, kv_b, cache, position, 0.7), cache, position
+
+    o, cache, position = run(before)
+    if case.stacked:
+        for x, old in zip(cache[:2], before[:2], strict=True):
+            np.testing.assert_array_equal(x[::2], old[::2])
+        cache, before = (MLACache(x.latent[1], x.k_rope[1], x.length) for x in (cache, before))
+    added = np.sum(np.asarray(ids) >= 0, axis=1)
+    np.testing.assert_array_equal(cache.length, LENGTHS + added)
+    for row in range(B):
+        for x, old, fresh in zip(cache[:2], before[:2], new, strict=True):
+            expected = np.array(old[row])
+            expected[LENGTHS[row] :][: added[row]] = fresh[row, : added[row]]
+            np.testing.assert_array_equal(x[row], expected, f"slots of row {row}")
+        valid = slice(0, added[row])
+        expected = by_hand(q[row], kv_b, cache.latent[row], cache.k_rope[row], np.asarray(position[row]), 0.7)
+        assert_close(o[row, valid], expected[valid], F32_FORWARD, f"row {row}")
+
+
+def test_few_queries_never_expand_the_context():
+    """Of the 48B's sizes, with fewer heads: a step of one token makes nothing as large as the keys of all slots."""
+    rank, width, L = 512, 256, 4096
+    assert folds(1, rank, width) and folds(8, rank, width) and not folds(256, rank, width)
+    slots = [jax.ShapeDtypeStruct((1, L, x), jnp.bfloat16) for x in (rank, 64)]
+    cache = MLACache(*slots, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+    def largest(T):
+        arrays = (
+            jax.ShapeDtypeStruct((1, T, 8, 128 + 64), jnp.bfloat16),
+            jax.ShapeDtypeStruct((rank, 8, width), jnp.bfloat16),
+            cache,
+            jax.ShapeDtypeStruct((1, T), jnp.int32),
+        )
+        jaxpr = jax.make_jaxpr(lambda *xs: attend(*xs, 1.0))(*arrays)
+        return max(out.aval.size for e in equations(jaxpr.jaxpr) if e.primitive.name != "while" for out in e.outvars)
+
+    block = block_size(1, L)
+    assert block == 512
+    assert largest(1) <= max(block * (rank + 64), rank * 8 * width)
+    assert largest(256) >= block * 8 * 128
+
+
+def test_blocks_are_few_for_a_token_and_small_for_a_piece():
+    assert block_size(1, 2**20) == 2**15
+    assert block_size(2048, 2**20) == 512
+    assert block_size(1, 100) == 100
