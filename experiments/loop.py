@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from experiments.evaluate import make_evaluate
+from experiments.files import replace_text
 from experiments.input_pipeline import Batch, training_batches, validation_batches
-from experiments.metrics import MetricsWriter, read_metrics, replace_text
+from experiments.metrics import MetricsWriter, read_metrics
 from experiments.plots import plot_loss
 from experiments.run_directory import CHECKPOINTS, open_run, read_result, write_result
 from experiments.sample import sample_text
