@@ -32,7 +32,7 @@ from experiments.synthetic_tasks import TASKS, VOCABULARY
 from experiments.synthetic_training import Programs, Run, train_run
 
 AHEAD = 4  # programs that are compiled ahead of the run that needs them
-GUESS = {"mamba2": 2e6}  # tokens per second of an H200 where nothing has been measured
+GUESS = {"mamba2": 3e6}  # tokens per second of an H200 where nothing has been measured
 GUESS_OTHERS = 8e6
 
 
@@ -64,25 +64,19 @@ def run_study(
 
 
 def plan(study: Study, store: RunStore) -> str:
-    """What is finished and what is left, and how long that may take."""
-    pairs, lengths = study.pairs(), len({*study.lengths} - {study.grid_length})
-    total = len(pairs) * (len(study.learning_rates) + study.seeds - 1 + study.seeds * lengths)
-    runs = study.pending(store)
-    undecided = sum(study.best_rate(store, *pair) is None for pair in pairs)
-    unknown = undecided * (study.seeds - 1 + study.seeds * lengths)
-    lines = [
-        f"{total} runs: {total - len(runs) - unknown} finished, {len(runs)} can be run now, {unknown} wait for them"
-    ]
-    if runs:
-        speeds = _speeds(store)
-        seconds = [run.steps * run.batch * run.length / _speed(run, speeds) for run in runs]
-        lines.append(
-            f"those that can be run now: at most {sum(seconds) / 60:.0f} minutes if all take every step, "
-            f"{min(seconds):.0f} to {max(seconds):.0f} s each, without compilation"
-            f" ({'measured' if speeds else 'guessed for an H200'})"
-        )
-        lines.append(f"forward and backward are {sum(map(flops, runs)) / 1e15:.1f} PFLOP")
-    return "\n".join(lines)
+    """What is finished and what is left, and on a second line how long that may take."""
+    runs, waiting = study.pending(store), study.waiting(store)
+    left, total = runs + waiting, study.size()
+    said = f"{total} runs: {total - len(left)} finished, {len(runs)} can be run now, {len(waiting)} wait for them"
+    if not left:
+        return said
+    speeds = _speeds(store)
+    seconds = [run.steps * run.batch * run.length / _speed(run, speeds) for run in left]
+    return (
+        f"{said}\nat most {sum(seconds) / 60:.0f} minutes if no run ends early, {min(seconds):.0f} to "
+        f"{max(seconds):.0f} s each, without compilation ({'measured' if speeds else 'guessed for an H200'}): "
+        f"{sum(map(flops, left)) / 1e15:.1f} PFLOP, forward and backward"
+    )
 
 
 def flops(run: Run) -> float:
@@ -179,7 +173,8 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("lengths", text(defaults.lengths), "Lengths of rows, in tokens.", flag_values=values)
     flags.DEFINE_integer("grid_length", defaults.grid_length, "Where learning rates are tried.", flag_values=values)
     flags.DEFINE_list("learning_rates", text(defaults.learning_rates), "The grid.", flag_values=values)
-    flags.DEFINE_integer("seeds", defaults.seeds, "Runs of each row of the table.", flag_values=values)
+    flags.DEFINE_integer("seeds", defaults.seeds, "Runs of each model at the grid's length.", flag_values=values)
+    flags.DEFINE_integer("length_seeds", defaults.length_seeds, "Runs at each other length.", flag_values=values)
     flags.DEFINE_integer("steps", defaults.steps, "At most; a run that has learned its task ends.", flag_values=values)
     flags.DEFINE_integer("batch", defaults.batch, "Rows per step.", flag_values=values)
     flags.DEFINE_integer("head_dim", defaults.head_dim, "Of two heads; the width is twice that.", flag_values=values)
@@ -204,7 +199,7 @@ def study_from_flags(values: flags.FlagValues = flags.FLAGS) -> Study:
         except ValueError:
             raise ValueError(f"{name}={','.join(values[name].value)} is not allowed: numbers with commas") from None
 
-    integers = ("grid_length", "seeds", "steps", "batch", "window", "warmup", "head_dim")
+    integers = ("grid_length", "seeds", "length_seeds", "steps", "batch", "window", "warmup", "head_dim")
     return Study(
         tasks=tuple(values.tasks),
         models=tuple(values.models),

@@ -3,8 +3,8 @@
     kda              S <- diag(exp g) S, then erase and write by the delta rule; a decay per channel
     gated_delta_net  the same with one decay per head (Gated DeltaNet, arXiv 2412.06464)
     delta_net        the same without decay (DeltaNet, arXiv 2406.06484)
-    mamba2           S <- exp(g) S + dt k v^T with g = -A dt: one decay per head, nothing is erased (Mamba2, 2405.21060)
     softmax          causal softmax attention over all tokens, no positions
+    mamba2           S <- exp(g) S + dt k v^T with g = -A dt: one decay per head, nothing is erased (Mamba2, 2405.21060)
 
 Everything else is KDA's layer for all of them: projections, short convolution with SiLU, norm per head with a low-rank
 sigmoid gate. In particular mamba2 has KDA's L2 norm of q and k and no skip connection, and softmax attention has the
@@ -22,11 +22,21 @@ from kimi_jax.layers.parameters import at_least_float32, weight
 from kimi_jax.sharding import project
 from pallas_kernels import delta_net, gated_delta_net, kda, linear_attention, softplus_gate
 
-MIXERS = ("kda", "gated_delta_net", "delta_net", "mamba2", "softmax")
+MIXERS = ("kda", "gated_delta_net", "delta_net", "softmax", "mamba2")
 DECAYS = {"kda": "channel", "gated_delta_net": "head", "mamba2": "head"}  # the others have none
 DELTA_RULE = ("kda", "gated_delta_net", "delta_net")
 A_RANGE, DT_RANGE = (1.0, 16.0), (1e-3, 0.1)  # of the decays at the start, as KDA's layer draws them
 NORM_EPS = 1e-5
+# Jitted, so that both layers share one lowering of the kernels: on a GPU that is half of the time to compile.
+MEMORIES = {
+    name: jax.jit(function, static_argnames=("gate", "qk_l2norm", "beta_sigmoid"))
+    for name, function in (
+        ("kda", kda),
+        ("gated_delta_net", gated_delta_net),
+        ("delta_net", delta_net),
+        ("mamba2", linear_attention),
+    )
+}
 BATCH, HEADS = ("batch", None, None), ("batch", None, "heads")  # how `project` lays out results
 
 
@@ -70,18 +80,19 @@ class Mixer(nnx.Module):
     def _remember(self, x_BTD, q, k, v):
         if self.kind == "softmax":
             return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        memory = MEMORIES[self.kind]
         if self.kind == "mamba2":
             g_BTH, dt_BTH = self._decay(x_BTD)
-            return linear_attention(q, k, v, g_BTH, beta=dt_BTH, qk_l2norm=True).output
+            return memory(q, k, v, g_BTH, beta=dt_BTH, qk_l2norm=True).output
         options = dict(qk_l2norm=True, beta_sigmoid=True)
         beta_BTH = project(x_BTD, self.b, HEADS)
         if self.kind == "delta_net":
-            return delta_net(q, k, v, beta_BTH, **options).output
+            return memory(q, k, v, beta_BTH, **options).output
         if self.kind == "gated_delta_net":
-            return gated_delta_net(q, k, v, self._decay(x_BTD)[0], beta_BTH, **options).output
+            return memory(q, k, v, self._decay(x_BTD)[0], beta_BTH, **options).output
         g_BTHK = self._heads(project(project(x_BTD, self.f_a, BATCH), self.f_b, HEADS))
         gate = dict(gate="softplus", A_log=self.A_log[...], dt_bias=self.dt_bias[...])
-        return kda(q, k, v, g_BTHK, beta_BTH, **gate, **options).output
+        return memory(q, k, v, g_BTHK, beta_BTH, **gate, **options).output
 
     def _decay(self, x_BTD):
         """(log-decay in nats, step size), both float32 [B, T, H]."""

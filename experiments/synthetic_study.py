@@ -1,7 +1,7 @@
 """The protocol of the synthetic study: which runs it consists of, which come next, what they say together.
 
-For each task and model: the learning rates at the grid's length with the first seed; then the other seeds there at the
-best rate; then the other lengths at that rate, one seed after the other.
+One model after the other, for each task: the learning rates at the grid's length with the first seed; then the other
+seeds there at the best rate; then the other lengths at that rate.
 
 The best rate is that of the highest accuracy ever reached (to a thousandth, as the paper's figure takes the peak), and
 among equals the one that reached it with the highest mean over all steps.
@@ -37,14 +37,18 @@ SOURCES = (
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is asked for. The paper fixes tasks, lengths, layers, heads and head size; its rates go up to 1e-3."""
+    """What is asked for. From the paper: tasks, lengths, two layers of two heads of 128.
+
+    Ours: a fifth of its 20,000 steps, and so the upper two of its rates (5e-5, 1e-4, 5e-4, 1e-3) and one above.
+    """
 
     tasks: tuple[str, ...] = tuple(TASKS)
     models: tuple[str, ...] = MIXERS
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     grid_length: int = 1024
     learning_rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
-    seeds: int = 3
+    seeds: int = 3  # at the grid's length
+    length_seeds: int = 1  # at the others
     steps: int = 4000
     batch: int = 32
     dtype: str = "bfloat16"
@@ -57,8 +61,9 @@ class Study:
             values = getattr(self, name)
             if not values or len({*values}) != len(values):
                 raise ValueError(f"{name}={list(values)} is not allowed: at least one, each once")
-        if self.seeds < 1:
-            raise ValueError(f"seeds={self.seeds} is not allowed: at least 1")
+        for name in ("seeds", "length_seeds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
         for task in self.tasks:  # all that is wrong with any run is said before the first begins
             for model in self.models:
                 for length in (self.grid_length, *self.lengths):
@@ -70,30 +75,39 @@ class Study:
         shared = {name: getattr(self, name) for name in ("steps", "batch", "dtype", "window", "warmup", "head_dim")}
         return Run(task=task, model=model, length=length, learning_rate=learning_rate, seed=seed, **shared)
 
-    def pairs(self) -> list[tuple[str, str]]:
-        return [(task, model) for model in self.models for task in self.tasks]
-
     def grid(self, task: str, model: str) -> list[Run]:
         """The learning rates at the grid's length, highest first."""
         rates = sorted(self.learning_rates, reverse=True)
         return [self.run(task, model, self.grid_length, rate, 0) for rate in rates]
 
-    def pending(self, store: RunStore) -> list[Run]:
-        """The runs without a result, in order, as far as they are known: later ones need the grid's best rate."""
-        return [run for run in self._runs(store) if store.finished(run.config()) is None]
+    def at_rate(self, task: str, model: str, rate: float) -> list[Run]:
+        """What follows the grid: its length with the other seeds, the other lengths."""
+        cells = [(self.grid_length, seed) for seed in range(1, self.seeds)]
+        others = [length for length in self.lengths if length != self.grid_length]
+        cells += [(length, seed) for seed in range(self.length_seeds) for length in others]
+        return [self.run(task, model, length, rate, seed) for length, seed in cells]
 
-    def _runs(self, store: RunStore) -> Iterator[Run]:
-        for task, model in self.pairs():
-            yield from self.grid(task, model)
-        at_best = {pair: rate for pair in self.pairs() if (rate := self.best_rate(store, *pair)) is not None}
-        other = [length for length in self.lengths if length != self.grid_length]
-        for seed in range(1, self.seeds):
-            for (task, model), rate in at_best.items():
-                yield self.run(task, model, self.grid_length, rate, seed)
-        for seed in range(self.seeds):
-            for length in other:
-                for (task, model), rate in at_best.items():
-                    yield self.run(task, model, length, rate, seed)
+    def pending(self, store: RunStore) -> list[Run]:
+        """The runs without a result, in order, as far as they are known: what follows a grid needs its best rate."""
+        return [run for run in self._known(store) if store.finished(run.config()) is None]
+
+    def waiting(self, store: RunStore) -> list[Run]:
+        """The runs that wait for grids which are not finished, as if any rate were the best."""
+        pairs = [(t, m) for m in self.models for t in self.tasks if self.best_rate(store, t, m) is None]
+        return [run for task, model in pairs for run in self.at_rate(task, model, self.learning_rates[0])]
+
+    def _known(self, store: RunStore) -> Iterator[Run]:
+        for model in self.models:
+            for task in self.tasks:
+                yield from self.grid(task, model)
+            for task in self.tasks:
+                if (rate := self.best_rate(store, task, model)) is not None:
+                    yield from self.at_rate(task, model, rate)
+
+    def size(self) -> int:
+        """The number of runs."""
+        grid = len(self.learning_rates)
+        return sum(grid + len(self.at_rate(t, m, self.learning_rates[0])) for m in self.models for t in self.tasks)
 
     def best_rate(self, store: RunStore, task: str, model: str) -> float | None:
         """The rate that all longer comparisons use, or None while a run of the grid has no result."""

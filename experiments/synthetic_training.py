@@ -33,8 +33,8 @@ CHECKPOINT_SECONDS = 60
 class Run:
     """What a run is. All of it decides its numbers.
 
-    AdamW (b1 0.9, b2 0.95, gradients clipped to a norm of 1), a linear warm-up and then a constant rate, so that the
-    first steps of a run do not depend on how many are allowed. ValueError names a field that is not allowed.
+    AdamW (b1 0.9, b2 0.95, gradients clipped to a norm of 1); the rate rises linearly, stays, and falls linearly to
+    zero over the last part. ValueError names a field that is not allowed.
     """
 
     task: str
@@ -47,6 +47,7 @@ class Run:
     dtype: str  # of the computation; parameters are float32
     window: int = 100  # steps that an accuracy is taken over
     warmup: int = 100
+    decay_fraction: float = 0.5  # of the steps
     weight_decay: float = 0.1
     num_layers: int = 2
     num_heads: int = 2
@@ -63,8 +64,7 @@ class Run:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: at least 1")
         if self.steps % self.window:
             raise ValueError(f"steps={self.steps} is not allowed: a multiple of window={self.window}")
-        if not 0 <= self.warmup < self.steps:
-            raise ValueError(f"warmup={self.warmup} is not allowed: at least 0 and below steps={self.steps}")
+        make_schedule("wsd", peak=1.0, steps=self.steps, warmup=self.warmup, decay_fraction=self.decay_fraction)
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"learning_rate={self.learning_rate} is not allowed: a number above 0")
         if self.seed < 0 or self.weight_decay < 0:
@@ -78,20 +78,21 @@ class Run:
 class State(NamedTuple):
     """A pytree; all of it goes into a checkpoint."""
 
-    step: jax.Array  # int32 [], steps done
     params: nnx.State  # float32
     optimizer: Any
 
 
 class Program(NamedTuple):
-    """What is compiled: all runs that differ in task, learning rate, seed and number of steps share one."""
+    """What is compiled: all runs that differ in task, learning rate and seed alone share one."""
 
     model: str
     length: int
     batch: int
     dtype: str
     window: int
+    steps: int
     warmup: int
+    decay_fraction: float
     weight_decay: float
     num_layers: int
     num_heads: int
@@ -107,22 +108,10 @@ class Program(NamedTuple):
 
     def begin(self, key: jax.Array) -> State:
         params = nnx.split(self.build(key), nnx.Param)[1]
-        return State(jnp.zeros((), jnp.int32), params, self._optimizer(1.0, params).init(params))
+        return State(params, self._optimizer(1.0, params).init(params))
 
-    def compile(self) -> "Compiled":
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        state = jax.eval_shape(self.begin, key)
-        tokens = jax.ShapeDtypeStruct((self.window, self.batch, self.length), jnp.int32)
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
-        train = jax.jit(self._train, donate_argnums=0).lower(state, Batch(tokens, tokens), rate).compile()
-        return Compiled(jax.jit(self.begin).lower(key).compile(), train)
-
-    def _optimizer(self, learning_rate, params):
-        schedule = make_schedule("wsd", peak=1.0, steps=self.warmup + 1, warmup=self.warmup, decay_fraction=0.0)
-        rate = lambda step: learning_rate * schedule(step)  # noqa: E731
-        return make_optimizer("adamw", rate, params, weight_decay=self.weight_decay)
-
-    def _train(self, state: State, batches: Batch, learning_rate: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+    def train(self, state: State, batches: Batch, learning_rate: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        """A window of steps; what is returned beside the state is summed over them."""
         graphdef = nnx.split(nnx.eval_shape(self.build, jax.random.key(0)), nnx.Param)[0]
         optimizer = self._optimizer(learning_rate, state.params)
 
@@ -133,18 +122,35 @@ class Program(NamedTuple):
             (loss, sums), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
-            return State(state.step + 1, params, optimizer_state), {"loss": loss, **sums}
+            return State(params, optimizer_state), {"loss": loss, **sums}
 
         state, each = jax.lax.scan(step, state, batches)
         finite = jnp.isfinite(optax.global_norm(state.params))
         return state, {**jax.tree.map(jnp.sum, each), "finite": finite}
+
+    def shapes(self) -> tuple[State, Batch, jax.ShapeDtypeStruct]:
+        """What `train` takes: a state, batches [window, B, T], a learning rate."""
+        state = jax.eval_shape(self.begin, jax.eval_shape(lambda: jax.random.key(0)))
+        tokens = jax.ShapeDtypeStruct((self.window, self.batch, self.length), jnp.int32)
+        return state, Batch(tokens, tokens), jax.ShapeDtypeStruct((), jnp.float32)
+
+    def compile(self) -> "Compiled":
+        train = jax.jit(self.train, donate_argnums=0).lower(*self.shapes()).compile()
+        return Compiled(jax.jit(self.begin).lower(jax.eval_shape(lambda: jax.random.key(0))).compile(), train)
+
+    def _optimizer(self, learning_rate, params):
+        schedule = make_schedule(
+            "wsd", peak=1.0, steps=self.steps, warmup=self.warmup, decay_fraction=self.decay_fraction
+        )
+        rate = lambda step: learning_rate * schedule(step)  # noqa: E731
+        return make_optimizer("adamw", rate, params, weight_decay=self.weight_decay)
 
 
 class Compiled(NamedTuple):
     """A program for this device."""
 
     begin: Callable[[jax.Array], State]
-    train: Callable[[State, Batch, jax.Array], tuple[State, dict[str, jax.Array]]]  # on [window, B, T]; sums over it
+    train: Callable[[State, Batch, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
 class Programs:
