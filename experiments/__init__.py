@@ -1,4 +1,4 @@
-"""Programs: train, sample, benchmark. Each is `python -m experiments.<name>` and explains its flags with --help."""
+"""Programs: train, sample, synthetic, report, benchmark. Each is `python -m experiments.<name>`, explained by --help."""
 
 from experiments.quiet_tpu import quiet_missing_tpu
 

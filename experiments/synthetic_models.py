@@ -138,7 +138,8 @@ class SyntheticLM(nnx.Module):
         self.head = weight(rngs, (hidden, vocab), (None, None), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embedding[...].astype(self.dtype)[tokens_BT]
+        # A product rather than a gather: its gradient is a sum in fixed order, and not one of colliding writes.
+        x_BTD = project(jax.nn.one_hot(tokens_BT, len(self.embedding[...]), dtype=self.dtype), self.embedding, BATCH)
         for layer in self.layers:
             x_BTD = layer(x_BTD)
         return project(self.final_norm(x_BTD), self.head, BATCH).astype(at_least_float32(self.dtype))

@@ -179,7 +179,9 @@ class Programs:
 def task_loss(logits_BTN: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy in nats where there is a target, and {"correct", "asked"}: int32 numbers of targets."""
     asked_BT = targets_BT >= 0
-    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTN, jnp.maximum(targets_BT, 0))
+    is_target = jnp.arange(logits_BTN.shape[-1]) == targets_BT[..., None]
+    target_logits_BT = jnp.sum(jnp.where(is_target, logits_BTN, 0), axis=-1)
+    losses_BT = jax.nn.logsumexp(logits_BTN, axis=-1) - target_logits_BT
     correct = jnp.sum((jnp.argmax(logits_BTN, axis=-1) == targets_BT), dtype=jnp.int32)  # never where it is -1
     asked = jnp.sum(asked_BT, dtype=jnp.int32)
     loss = jnp.sum(jnp.where(asked_BT, losses_BT, 0)) / jnp.maximum(asked, 1)
