@@ -1,4 +1,4 @@
-"""Programs: train, sample, synthetic, report, benchmark. Each is `python -m experiments.<name>`, explained by --help."""
+"""Programs: train, sample, synthetic, report, benchmark. Each is `python -m experiments.<name> --help`."""
 
 from experiments.quiet_tpu import quiet_missing_tpu
 
