@@ -1,4 +1,4 @@
-"""Programs: train, sample, synthetic, report, benchmark. Each is `python -m experiments.<name> --help`."""
+"""Programs: train, sample, synthetic, report, benchmark. `python -m experiments.<name> --help` explains each."""
 
 from experiments.quiet_tpu import quiet_missing_tpu
 

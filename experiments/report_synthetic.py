@@ -139,7 +139,8 @@ def _about(group: Group) -> list[str]:
     lines = [
         "Accuracy is that on batches which were never seen before, over windows of "
         f"{s['window']} steps; a run ends early once it has learned its task. Given is the highest of a run, in "
-        "percent, as mean ± standard deviation over seeds (their number), at the best learning rate of the grid. "
+        "percent, as mean ± standard deviation over seeds (their number), at the best learning rate of the grid, which "
+        "the first seed has chosen. "
         f"Paper: {SYNTHETIC_SOURCE}; its batch, optimiser, vocabularies and numbers of pairs are not known.",
         "",
         f"{len(group.entries)} runs, {seconds / 60:.0f} minutes on {cards}, {when}, "
@@ -189,23 +190,24 @@ def _steps_cell(group: Group, task: str, model: str) -> str:
 
 
 def _differences(group: Group) -> list[str]:
-    """KDA against each other model: ours, the paper's, whether they point the same way, how sure."""
+    """KDA against the others: ours, the paper's, whether they point the same way, how sure.
+
+    A model that the paper has not is compared at the grid's length alone.
+    """
     rows = []
     for task in group.tasks():
+        paper = SYNTHETIC_PEAK.get(task, {})
         for model in (m for m in group.models(task) if m != "kda"):
-            for length in group.lengths():
-                found = difference(
-                    _peaks(group.at_best(task, "kda", length)), _peaks(group.at_best(task, model, length))
-                )
-                if found is None:
+            for length in group.lengths() if model in paper else [group.grid_length]:
+                ours, theirs = (_peaks(group.at_best(task, m, length)) for m in ("kda", model))
+                if (found := difference(ours, theirs)) is None:
                     continue
-                peaks = SYNTHETIC_PEAK.get(task, {})
-                known = length in peaks.get("kda", {}) and length in peaks.get(model, {})
-                paper = peaks["kda"][length] - peaks[model][length] if known else None
+                known = length in paper.get("kda", {}) and length in paper.get(model, {})
+                gap = paper["kda"][length] - paper[model][length] if known else None
                 spread = "" if found.std is None else f" ± {found.std:.1f}"
                 rows.append([
-                    task, f"{NAMES['kda']} - {NAMES[model]}", str(length), f"{found.mean:+.1f}{spread}",
-                    "" if paper is None else f"{paper:+.1f}", _verdict(found, paper), found.certainty(),
+                    task, f"{NAMES['kda']} - {NAMES[model]}", str(length), _signed(found.mean) + spread,
+                    "" if gap is None else _signed(gap), _verdict(found, gap), found.certainty(),
                 ])  # fmt: skip
     head = ["task", "difference, points", "length", "ours", "paper", "direction", "how sure (paired over seeds)"]
     return _table(head, rows) if rows else []
@@ -218,6 +220,10 @@ def _verdict(found: Difference, paper: float | None) -> str:
         return said
     theirs = 0 if abs(paper) <= TIE else 1 if paper > 0 else -1
     return f"{said}: {'as in the paper' if ours == theirs else 'not as in the paper'}" if ours is not None else said
+
+
+def _signed(points: float) -> str:
+    return f"{round(points, 1) + 0.0:+.1f}"  # no -0.0
 
 
 def _grid_table(group: Group) -> list[str]:

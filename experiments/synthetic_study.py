@@ -132,9 +132,10 @@ def steps_to(result: dict[str, Any], accuracy: float, window: int) -> int | None
     return next((window * (i + 1) for i, found in enumerate(result["accuracy"]) if found >= accuracy), None)
 
 
-def _merit(entry: Entry) -> tuple[float, float]:
-    """Peak, then the mean over all steps allowed; a run that ended early stays where it was."""
+def _merit(entry: Entry) -> tuple[float, float, float]:
+    """Peak, then the mean over all steps allowed (a run that ended early stays where it was), then the rate itself."""
     curve = entry.result["accuracy"] or [0.0]
     windows = entry.config["steps"] // entry.config["window"]
     last = curve[-1] if entry.result["ended"] != "diverged" else 0.0
-    return round(peak(entry.result), 3), (sum(curve) + last * (windows - len(entry.result["accuracy"]))) / windows
+    mean = (sum(curve) + last * (windows - len(entry.result["accuracy"]))) / windows
+    return round(peak(entry.result), 3), mean, entry.config["learning_rate"]

@@ -7,7 +7,7 @@ import pytest
 from experiments import synthetic_tasks
 from experiments.synthetic_tasks import ELEMENTS, KEYS, STACKS, SYMBOLS, TASKS, VALUES, VOCABULARY, draw_batch
 
-LENGTHS = {"palindrome": (4, 65), "mqar": (4, 63), "stack": (6, 97)}
+LENGTHS = {"palindrome": (4, 65), "mqar": (4, 403), "stack": (6, 97)}
 
 
 draw = jax.jit(draw_batch, static_argnums=(0, 2, 3))
