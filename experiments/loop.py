@@ -48,11 +48,11 @@ class TrainingDiverged(RuntimeError):
     """The loss or the gradient became NaN or infinite."""
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, limit_minutes: float = math.inf) -> TrainResult:
     """Run, or go on with, the run of config.workdir.
 
     A run that was killed at any moment goes on from its last checkpoint and repeats the losses of an undisturbed run
-    bit for bit (on one kind of machine and mesh). SIGTERM and Ctrl-C end it cleanly behind the current step.
+    bit for bit (on one kind of machine and mesh). SIGTERM, Ctrl-C and the limit end it cleanly behind the current step.
 
     Raises:
       ValueError: settings that do not fit together, or that differ from those the run began with.
@@ -66,7 +66,7 @@ def train(config: TrainConfig) -> TrainResult:
         tqdm.write(f"The run in {workdir} is finished; nothing to do. Without --workdir a new one is started.")
         return TrainResult(workdir, True, **result)
     mesh = make_mesh(sizes) if (sizes := config.mesh_sizes()) else None
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), StopRequest() as stop:
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), StopRequest(limit_minutes) as stop:
         return _Run(config, workdir, mesh).go(stop)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import report_synthetic
+from experiments import report_ablation, report_synthetic
+from experiments.configs import TABLES
 from experiments.files import replace_text
 
 _RESULTS = flags.DEFINE_string("results", "results", "Folder of the JSON files; README.md and figures go there too.")
@@ -31,6 +32,9 @@ def report(results: Path) -> Path:
         if groups := report_synthetic.groups_of(path):
             report_synthetic.draw(groups[0], figure)
             lines += report_synthetic.section(path, figure.name)
+    for table in TABLES.values():
+        if (path := results / f"{table.name}.json").exists():
+            lines += report_ablation.section(table, path)
     lines += _files(results)
     replace_text(results / "README.md", "\n".join(lines).rstrip() + "\n")
     return results / "README.md"

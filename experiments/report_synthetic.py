@@ -4,14 +4,23 @@ Runs are compared only where everything but model, task, length, rate and seed i
 group makes a part of its own; those of earlier code come last and say so.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.comparison import Difference, difference, mean_and_std
+from experiments.comparison import difference, mean_and_std
 from experiments.paper import SYNTHETIC_CURVE, SYNTHETIC_EVERY, SYNTHETIC_PEAK, SYNTHETIC_SOURCE
+from experiments.report_parts import (
+    EARLIER,
+    failures,
+    markdown_table,
+    provenance,
+    signed,
+    signed_difference,
+    spread,
+    verdict,
+)
 from experiments.run_store import Entry, RunStore
 from experiments.synthetic_models import MIXERS
 from experiments.synthetic_study import SOURCES, best_entry, peak, steps_to
@@ -23,6 +32,7 @@ NAMES = {
 }  # fmt: skip
 OURS = ("task", "model", "length", "learning_rate", "seed")  # what may differ within a group
 TIE = 1.0  # percentage points that are called no difference
+WORDS = ("KDA behind", f"within {TIE:g}", "KDA ahead")
 LEARNED = 0.99
 
 
@@ -69,14 +79,7 @@ class Group:
 def groups_of(path: Path) -> list[Group]:
     """The comparable groups of a file of runs; the present code's first, then the largest."""
     store = RunStore(path, sources=SOURCES)
-    found = []
-    for present in (True, False):
-        parts = defaultdict(list)
-        for entry in store.entries(present=present):
-            rest = {name: value for name, value in entry.config.items() if name not in OURS}
-            parts[entry.sources, json.dumps(rest, sort_keys=True)].append(entry)
-        found += [Group(tuple(part), present) for part in sorted(parts.values(), key=len, reverse=True)]
-    return found
+    return [Group(entries, entries[0].sources == store.sources) for entries in store.comparable(OURS)]
 
 
 def section(path: Path, figure: str) -> list[str]:
@@ -86,7 +89,7 @@ def section(path: Path, figure: str) -> list[str]:
         lines += _about(group)
         if index == 0:
             lines += [f"![Accuracy by step and by length]({figure})", ""]
-        lines += _accuracy_table(group) + _differences(group) + _grid_table(group) + _failures(group)
+        lines += _accuracy_table(group) + _differences(group) + _grid_table(group) + failures(group.entries, OURS)
     return lines
 
 
@@ -130,26 +133,15 @@ def draw(group: Group, path: Path) -> None:
 
 
 def _about(group: Group) -> list[str]:
-    s, first = group.settings, group.entries[0]
-    said = ", ".join(f"{name} {value}" for name, value in s.items())
-    cards = ", ".join(sorted({entry.card for entry in group.entries}))
-    dates = sorted({entry.date for entry in group.entries})
-    when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
-    seconds = sum(entry.seconds for entry in group.entries)
-    lines = [
+    return [
         "Accuracy is that on batches which were never seen before, over windows of "
-        f"{s['window']} steps; a run ends early once it has learned its task. Given is the highest of a run, in "
-        "percent, as mean ± standard deviation over seeds (their number), at the best learning rate of the grid, which "
-        "the first seed has chosen. "
-        f"Paper: {SYNTHETIC_SOURCE}; its batch, optimiser, vocabularies and numbers of pairs are not known.",
+        f"{group.settings['window']} steps; a run ends early once it has learned its task. Given is the highest of a "
+        "run, in percent, as mean ± standard deviation over seeds (their number), at the best learning rate of the "
+        f"grid, which the first seed has chosen. Paper: {SYNTHETIC_SOURCE}; its batch, optimiser, vocabularies and "
+        "numbers of pairs are not known.",
         "",
-        f"{len(group.entries)} runs, {seconds / 60:.0f} minutes on {cards}, {when}, "
-        f"jax {first.versions.get('jax')}: `{first.command}`. Settings: {said}.",
-        "",
+        *provenance(group.entries, group.settings, group.present),
     ]
-    if not group.present:
-        lines[:0] = [f"**† By earlier code** (sources {first.sources[:12]}), not to be compared with the above.", ""]
-    return lines
 
 
 def _accuracy_table(group: Group) -> list[str]:
@@ -159,8 +151,8 @@ def _accuracy_table(group: Group) -> list[str]:
     for task in group.tasks():
         for model in group.models(task):
             cells = [_cell(group, task, model, length) for length in lengths]
-            rows.append([task, NAMES[model] + _mark(group), *cells, _steps_cell(group, task, model)])
-    return _table(head, rows)
+            rows.append([task, _name(group, model), *cells, _steps_cell(group, task, model)])
+    return markdown_table(head, rows)
 
 
 def _cell(group: Group, task: str, model: str, length: int) -> str:
@@ -168,8 +160,7 @@ def _cell(group: Group, task: str, model: str, length: int) -> str:
     peaks, failed = _peaks(entries), [e for e in entries if e.error is not None]
     said = []
     if peaks:
-        mean, std = mean_and_std(list(peaks.values()))
-        said.append(f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}") + f" ({len(peaks)})")
+        said.append(spread(list(peaks.values()), 1))
     if diverged := sum(e.result["ended"] == "diverged" for e in _done(entries)):
         said.append(f"{diverged} diverged")
     if failed:
@@ -204,26 +195,12 @@ def _differences(group: Group) -> list[str]:
                     continue
                 known = length in paper.get("kda", {}) and length in paper.get(model, {})
                 gap = paper["kda"][length] - paper[model][length] if known else None
-                spread = "" if found.std is None else f" ± {found.std:.1f}"
                 rows.append([
-                    task, f"{NAMES['kda']} - {NAMES[model]}", str(length), _signed(found.mean) + spread,
-                    "" if gap is None else _signed(gap), _verdict(found, gap), found.certainty(),
+                    task, f"{NAMES['kda']} - {NAMES[model]}", str(length), signed_difference(found, 1),
+                    "" if gap is None else signed(gap, 1), verdict(found, gap, WORDS, TIE, TIE), found.certainty(),
                 ])  # fmt: skip
     head = ["task", "difference, points", "length", "ours", "paper", "direction", "how sure (paired over seeds)"]
-    return _table(head, rows) if rows else []
-
-
-def _verdict(found: Difference, paper: float | None) -> str:
-    ours = found.direction(TIE)
-    said = {None: "not resolved", 0: f"within {TIE:g}", 1: "KDA ahead", -1: "KDA behind"}[ours]
-    if paper is None:
-        return said
-    theirs = 0 if abs(paper) <= TIE else 1 if paper > 0 else -1
-    return f"{said}: {'as in the paper' if ours == theirs else 'not as in the paper'}" if ours is not None else said
-
-
-def _signed(points: float) -> str:
-    return f"{round(points, 1) + 0.0:+.1f}"  # no -0.0
+    return markdown_table(head, rows) if rows else []
 
 
 def _grid_table(group: Group) -> list[str]:
@@ -236,27 +213,16 @@ def _grid_table(group: Group) -> list[str]:
             for rate in rates:
                 done = _done(group.select(task=task, model=model, length=length, seed=0, learning_rate=rate))
                 cells.append(f"{100 * peak(done[0].result):.1f}" if done else "not run")
-            rows.append([task, NAMES[model] + _mark(group), *cells])
+            rows.append([task, _name(group, model), *cells])
     return [
         f"By learning rate, length {length}, first seed:",
         "",
-        *_table(["task", "model", *(f"{r:g}" for r in rates)], rows),
+        *markdown_table(["task", "model", *(f"{r:g}" for r in rates)], rows),
     ]
 
 
-def _failures(group: Group) -> list[str]:
-    failed = [e for e in group.entries if e.error is not None]
-    said = [f"- {' '.join(str(e.config[name]) for name in OURS)}: {e.error}" for e in failed]
-    return ["Runs that failed (task, model, length, rate, seed):", "", *said, ""] if said else []
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    line: Callable[[Sequence[str]], str] = lambda cells: f"| {' | '.join(cells)} |"  # noqa: E731
-    return [line(head), line(["---"] * len(head)), *map(line, rows), ""]
-
-
-def _mark(group: Group) -> str:
-    return "" if group.present else " †"
+def _name(group: Group, model: str) -> str:
+    return NAMES[model] + ("" if group.present else EARLIER)
 
 
 def _done(entries: Iterable[Entry]) -> list[Entry]:

@@ -2,7 +2,7 @@
 
     store = RunStore("results/synthetic.json", sources=("pallas_kernels/kda/**/*.py", ...), command="python -m ...")
     if (entry := store.finished(config)) is None:
-        store.record(config, result, seconds=...)      # or record_failure
+        entry = store.attempt(config, run)             # its result, or why it failed
 
 The key of a run is the sha256 of its config (what it is, data included, in JSON types) and of the source files that its
 numbers come from. Other sources make another key: older results stay in the file, `RunStore.entries` says which they
@@ -16,13 +16,18 @@ import fcntl
 import hashlib
 import json
 import platform
+import time
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from absl import logging
 
 from experiments.benchmark_suites import card, versions
 from experiments.files import replace_text
@@ -39,7 +44,7 @@ class Entry:
     sources: str  # sha256 of the code that made it
     result: Mapping[str, Any] | None
     error: str | None
-    seconds: float
+    seconds: float  # of the call that ended it, compilation included
     card: str
     versions: Mapping[str, str]
     date: str
@@ -95,6 +100,31 @@ class RunStore:
     def record_failure(self, config: Mapping[str, Any], error: str, *, seconds: float) -> Entry:
         """Write down that a run failed, and why; a result that is already there stays."""
         return self.finished(config) or self._write(config, seconds, error=error)
+
+    def attempt(self, config: Mapping[str, Any], run: Callable[[], Mapping[str, Any] | None]) -> Entry | None:
+        """Make a run and write down its result, or why it failed, so that one run leaves the others theirs.
+
+        None if run() returned None: it was stopped, and nothing is written down.
+        """
+        started = time.monotonic()
+        try:
+            result = run()
+        except Exception as error:
+            logging.debug("where it happened: %s", traceback.format_exc())
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            return self.record_failure(config, reason, seconds=time.monotonic() - started)
+        return None if result is None else self.record(config, result, seconds=time.monotonic() - started)
+
+    def comparable(self, varying: Sequence[str]) -> list[tuple[Entry, ...]]:
+        """All runs, in groups that agree in code and in every field of their config but the varying ones.
+
+        Groups of the present code come first, then the larger ones.
+        """
+        groups = defaultdict(list)
+        for entry in self._read().values():
+            rest = {name: value for name, value in entry.config.items() if name not in varying}
+            groups[entry.sources, json.dumps(rest, sort_keys=True)].append(entry)
+        return sorted(map(tuple, groups.values()), key=lambda group: (group[0].sources != self.sources, -len(group)))
 
     def directory(self, config: Mapping[str, Any]) -> Path:
         """Where a run of this config keeps its checkpoints while it is not finished; not made here."""

@@ -15,8 +15,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ import jax
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments.run_store import RunStore
+from experiments.run_store import Entry, RunStore
 from experiments.stopping import StopRequest
 from experiments.synthetic_models import MIXERS
 from experiments.synthetic_study import SOURCES, Study, peak
@@ -36,27 +34,21 @@ GUESS = {"mamba2": 3e6}  # tokens per second of an H200 where nothing has been m
 GUESS_OTHERS = 8e6
 
 
-def run_study(
-    study: Study, store: RunStore, *, limit_minutes: float = float("inf"), stop: Callable[[], bool] = lambda: False
-) -> bool:
-    """Do what is missing; True if nothing is left, False if time or stop() ended it before.
+def run_study(study: Study, store: RunStore, *, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Do what is missing; True if nothing is left, False if stop() ended it before or a run failed.
 
     A run that fails is written down with its reason, and the others go on; a later call tries it again.
     """
-    deadline = time.monotonic() + 60 * limit_minutes
-
-    def out_of_time() -> bool:
-        return stop() or time.monotonic() >= deadline
-
     programs, failed = Programs(), set()
     try:
         while runs := [run for run in study.pending(store) if run not in failed]:
-            if out_of_time():
+            if stop():
                 return False
             programs.prepare(_first_of_each(runs))
-            if not _go(runs[0], len(runs), programs, store, out_of_time):
+            entry = _go(runs[0], len(runs), programs, store, stop)
+            if entry is None:
                 return False
-            if store.finished(runs[0].config()) is None:
+            if entry.error is not None:
                 failed.add(runs[0])
         return not failed
     finally:
@@ -89,32 +81,25 @@ def flops(run: Run) -> float:
     return 3.0 * run.steps * run.batch * run.length * (matrices + run.num_layers * memory)
 
 
-def _go(run: Run, left: int, programs: Programs, store: RunStore, stop: Callable[[], bool]) -> bool:
-    """One run, with a line of progress; False if it was stopped."""
+def _go(run: Run, left: int, programs: Programs, store: RunStore, stop: Callable[[], bool]) -> Entry | None:
+    """One run, with a line of progress; None if it was stopped."""
     name = f"{run.task} {run.model} length {run.length} rate {run.learning_rate:g} seed {run.seed}"
-    started = time.monotonic()
-    interactive = sys.stderr.isatty()
     bar = tqdm(total=run.steps, unit="step", desc=f"[{left} left] {name}", dynamic_ncols=True, leave=False,
-               mininterval=0.2 if interactive else 10)  # fmt: skip
+               mininterval=0.2 if sys.stderr.isatty() else 10)  # fmt: skip
 
     def report(step: int, accuracy: float, loss: float) -> None:
         bar.set_postfix_str(f"accuracy {100 * accuracy:.1f}%, loss {loss:.3f}", refresh=False)
         bar.update(step - bar.n)
 
-    try:
-        with bar:
-            result = train_run(run, programs, store.directory(run.config()), stop=stop, report=report)
-    except Exception as error:  # one run that fails leaves the others theirs
-        logging.debug("where it happened: %s", traceback.format_exc())
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        store.record_failure(run.config(), reason, seconds=time.monotonic() - started)
-        print(f"{name}: failed, {reason}", flush=True)
-        return True
-    if result is None:
-        return False
-    entry = store.record(run.config(), result, seconds=time.monotonic() - started)
-    print(f"{name}: {_says(entry.result)}, {entry.seconds:.0f} s", flush=True)
-    return True
+    config = run.config()
+    with bar:
+        entry = store.attempt(
+            config, lambda: train_run(run, programs, store.directory(config), stop=stop, report=report)
+        )
+    if entry is not None:
+        said = f"failed, {entry.error}" if entry.error is not None else _says(entry.result)
+        print(f"{name}: {said}, {entry.seconds:.0f} s", flush=True)
+    return entry
 
 
 def _says(result: dict[str, Any]) -> str:
@@ -157,8 +142,8 @@ def main(argv: list[str]) -> None:
         return
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", os.path.join(values.runs, "compilation_cache"))
-    with StopRequest() as request:
-        done = run_study(study, store, limit_minutes=values.limit_minutes, stop=lambda: request.requested)
+    with StopRequest(values.limit_minutes) as request:
+        done = run_study(study, store, stop=lambda: request.requested)
     print(
         f"{plan(study, store).splitlines()[0]}; they are in {values.out}"
         + ("" if done else ". To go on: the same command")

@@ -1,6 +1,7 @@
 """The synthetic study: one run and how it goes on, the order of all runs, what the report makes of them."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import report, report_synthetic, synthetic
+from experiments import report, synthetic
+from experiments.comparison import difference
 from experiments.paper import SYNTHETIC_PEAK
+from experiments.report_parts import verdict
 from experiments.run_store import RunStore
 from experiments.synthetic import define_flags, plan, run_study, study_from_flags
 from experiments.synthetic_study import SOURCES, Study, best_entry, peak, steps_to
@@ -180,7 +183,7 @@ def test_runs_stop_go_on_and_fail_without_taking_others_along(tmp_path, monkeypa
     monkeypatch.setattr(synthetic, "train_run", train)
     monkeypatch.setattr(synthetic.Programs, "prepare", lambda self, runs: None)
     store = open_store(tmp_path)
-    assert not run_study(study, store, limit_minutes=0) and not asked
+    assert not run_study(study, store, stop=lambda: True) and not asked
     assert not run_study(study, store)  # one failed
     assert [rate for rate, _ in asked] == [1e-2, 1e-3]
     failed = [entry for entry in store.entries() if entry.error]
@@ -274,9 +277,10 @@ def test_results_of_other_code_are_marked_and_not_mixed(reported):
 
 
 def test_verdicts_agree_with_the_paper_or_not():
-    verdict = report_synthetic._verdict
-    clear, behind = (report_synthetic.difference({0: a, 1: a + 1, 2: a}, {0: 50, 1: 50, 2: 50}) for a in (90, 10))
-    alike = report_synthetic.difference({0: 50.0, 1: 50.5}, {0: 50, 1: 50})
-    assert verdict(clear, 30.0) == "KDA ahead: as in the paper" and verdict(clear, 0.3).endswith("not as in the paper")
-    assert verdict(behind, 30.0) == "KDA behind: not as in the paper" and verdict(behind, None) == "KDA behind"
-    assert verdict(alike, 0.0) == "within 1: as in the paper"
+    say = functools.partial(verdict, words=("behind", "alike", "ahead"), tie=1.0, paper_tie=1.0)
+    clear, behind = (difference({0: a, 1: a + 1, 2: a}, {0: 50, 1: 50, 2: 50}) for a in (90, 10))
+    alike = difference({0: 50.0, 1: 50.5}, {0: 50, 1: 50})
+    unclear = difference({0: 50.0, 1: 90.0}, {0: 50, 1: 50})
+    assert say(clear, 30.0) == "ahead: as in the paper" and say(clear, 0.3) == "ahead: not as in the paper"
+    assert say(behind, 30.0) == "behind: not as in the paper" and say(behind, None) == "behind"
+    assert say(alike, 0.0) == "alike: as in the paper" and say(unclear, 30.0) == "not resolved"
