@@ -1,4 +1,4 @@
-"""Programs: train, sample, synthetic, ablate, report, benchmark. `python -m experiments.<name> --help` explains each."""
+"""Programs: train, sample, synthetic, ablate, report, benchmark. `python -m experiments.<name> --help` explains one."""
 
 from experiments.quiet_tpu import quiet_missing_tpu
 
