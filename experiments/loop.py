@@ -119,7 +119,8 @@ class _Run:
                 pending.set(step, values)
                 last = step == config.steps
                 evaluates = last or (config.eval_every and step % config.eval_every == 0)
-                saves = last or stop.requested or step % config.checkpoint_every == 0
+                stopping = stop.requested  # looked at once: what ends the loop has been saved
+                saves = last or stopping or step % config.checkpoint_every == 0
                 if evaluates or saves:
                     pending.flush()  # so that a state that is not finite is never saved
                     if evaluates:
@@ -127,7 +128,7 @@ class _Run:
                     if saves:
                         self._save(state, step)
                     pending.restart_clock()
-                if stop.requested and not last:
+                if stopping and not last:
                     bar.close()
                     print(f"Stopped after step {step} of {config.steps}. To go on: --workdir={self.workdir}")
                     return TrainResult(self.workdir, False, step, None, None, "")

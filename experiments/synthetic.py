@@ -29,7 +29,7 @@ from experiments.synthetic_study import SOURCES, Study, peak
 from experiments.synthetic_tasks import TASKS, VOCABULARY
 from experiments.synthetic_training import Programs, Run, train_run
 
-AHEAD = 4  # programs that are compiled ahead of the run that needs them
+AHEAD = 2  # programs that are compiled side by side: that of the next run, and the one after it
 GUESS = {"mamba2": 3e6}  # tokens per second of an H200 where nothing has been measured
 GUESS_OTHERS = 8e6
 

@@ -156,7 +156,7 @@ class Compiled(NamedTuple):
 class Programs:
     """Compiled programs by what they are; several are compiled side by side, ahead of the runs that need them."""
 
-    def __init__(self, threads: int = 4):
+    def __init__(self, threads: int = 2):  # more would only slow the first: lowering is Python
         self._threads = ThreadPoolExecutor(threads)
         self._compiled: dict[Program, Future] = {}
 

@@ -1,6 +1,7 @@
 """Tables of ablations: which runs they are, what is refused, how they stop and go on, what the report says of them."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -32,10 +33,11 @@ def store(tmp_path):
 @pytest.fixture
 def trained(monkeypatch):
     """What the training loop was asked for, and what it shall answer: bits per byte by (row's fields, seed)."""
-    asked, answers = [], {}
+    asked, limits, answers = [], [], {}
 
     def train(settings, *, limit_minutes):
         asked.append(settings)
+        limits.append(limit_minutes)
         answer = answers.get(len(asked), 2.0 + 0.01 * settings.seed + 0.1 * (settings.overrides.get("conv_width") == 0))
         if isinstance(answer, Exception):
             raise answer
@@ -45,7 +47,7 @@ def trained(monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(ablate, "train", train)
-    return SimpleNamespace(asked=asked, answers=answers)
+    return SimpleNamespace(asked=asked, limits=limits, answers=answers)
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.name)
@@ -68,8 +70,9 @@ def test_tables_fit_their_models_and_the_papers_rows(table):
 
 
 def test_published_ratios_are_those_of_the_layers():
-    for row, mla in (("3:1", 4), ("0:1 (all MLA)", 16), ("1:1", 8), ("7:1", 2), ("15:1", 1)):
-        assert TABLE.train_config(row, 0).model_config(vocab_size=256).layer_kinds.count("mla") == mla
+    for row, kda in (("3:1", 3), ("0:1 (all MLA)", 0), ("1:1", 1), ("7:1", 7), ("15:1", 15)):
+        kinds = TABLE.train_config(row, 0).model_config(vocab_size=256).layer_kinds
+        assert kinds == (("kda",) * kda + ("mla",)) * (16 // (kda + 1))
 
 
 def test_runs_are_made_once_and_go_on_after_a_stop(corpus, store, trained):
@@ -84,8 +87,11 @@ def test_runs_are_made_once_and_go_on_after_a_stop(corpus, store, trained):
     assert entries == {("3:1", 0): 2.0, ("no convolution", 0): 2.1, ("3:1", 1): 2.01, ("no convolution", 1): 2.11}
     for workdir in {workdir for *_, workdir in seen}:
         assert not (ablate.Path(workdir) / ablate.CHECKPOINTS).exists()
-    assert not run_table(Ablation(TABLE, ROWS, 3, ablation.fields), store, StopRequest(limit_minutes=0))
-    assert len(trained.asked) == 5
+    more = Ablation(TABLE, ROWS, 3, ablation.fields)
+    assert not run_table(more, store, StopRequest(limit_minutes=0)) and len(trained.asked) == 5
+    assert run_table(more, store, StopRequest(limit_minutes=5))
+    assert trained.limits[:5] == [math.inf] * 5 and 4 < trained.limits[6] < trained.limits[5] < 5
+    assert StopRequest(limit_minutes=0).minutes_left() == 0
 
 
 def test_another_corpus_is_refused_and_a_moved_one_is_not(corpus, store, trained, tmp_path):
