@@ -28,10 +28,7 @@ def report(results: Path) -> Path:
         "",
     ]
     if (path := results / "synthetic.json").exists():
-        figure = path.with_suffix(".png")
-        if groups := report_synthetic.groups_of(path):
-            report_synthetic.draw(groups[0], figure)
-            lines += report_synthetic.section(path, figure.name)
+        lines += report_synthetic.section(path)
     for table in TABLES.values():
         if (path := results / f"{table.name}.json").exists():
             lines += report_ablation.section(table, path)

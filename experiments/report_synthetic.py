@@ -82,13 +82,13 @@ def groups_of(path: Path) -> list[Group]:
     return [Group(entries, entries[0].sources == store.sources) for entries in store.comparable(OURS)]
 
 
-def section(path: Path, figure: str) -> list[str]:
-    """Lines of Markdown. figure: the picture of the first group, as a link."""
+def section(path: Path) -> list[str]:
+    """Lines of Markdown; each group's figure is drawn beside the file."""
     lines = ["## Synthetic tasks", ""]
     for index, group in enumerate(groups_of(path)):
-        lines += _about(group)
-        if index == 0:
-            lines += [f"![Accuracy by step and by length]({figure})", ""]
+        figure = path.with_name(f"{path.stem}{f'-{index + 1}' if index else ''}.png")
+        draw(group, figure)
+        lines += [*_about(group), f"![Accuracy by step and by length]({figure.name})", ""]
         lines += _accuracy_table(group) + _differences(group) + _grid_table(group) + failures(group.entries, OURS)
     return lines
 
@@ -126,8 +126,7 @@ def draw(group: Group, path: Path) -> None:
         by_step.legend(fontsize=7)
         by_length.legend(fontsize=7, title="crosses: paper", title_fontsize=7)
     if not group.present:
-        figure.suptitle("made by earlier code than the present one")
-    path.parent.mkdir(parents=True, exist_ok=True)
+        figure.suptitle(f"{EARLIER.strip()} made by earlier code than the present one")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -6,8 +6,8 @@
     python -m experiments.report                            the table and the figure
 
 Accuracy by step at one length for a grid of learning rates, then by length at each model's best rate. A finished run is
-read from results/synthetic.json and never repeated; one that was stopped goes on from its checkpoint under runs/, with
-the same numbers. The tasks are in synthetic_tasks.py, the models in synthetic_models.py, one run in
+read from results/synthetic.json and never repeated; one that was stopped or killed goes on from its checkpoint under
+runs/. The tasks are in synthetic_tasks.py, the models in synthetic_models.py, one run in
 synthetic_training.py, the order of all of them in synthetic_study.py.
 """
 

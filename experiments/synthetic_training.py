@@ -196,10 +196,11 @@ def train_run(
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[int, float, float], None] = lambda step, accuracy, loss: None,
 ) -> dict[str, Any] | None:
-    """The result of a run, or None if stop() became true: called again, it then goes on, with the same numbers.
+    """The result of a run, or None if stop() became true: called again, it then goes on.
 
-    directory keeps a checkpoint, at most a minute old, and is removed at the end. report is called after every window
-    with the steps done, the accuracy (a fraction) and the loss.
+    Its numbers are those of an undisturbed run, bit for bit where the compiler makes the same program again (on a GPU:
+    with its compilation cache). directory keeps a checkpoint, at most a minute old, and is removed at the end. report
+    is called after every window with the steps done, the accuracy (a fraction) and the loss.
 
     Returns:
       {"accuracy", "loss": one number per window, "steps": done, "ended": "solved", "steps" (all were used up) or
@@ -225,7 +226,7 @@ def train_run(
         if not (math.isfinite(loss) and sums["finite"]):
             ended = "diverged"
             break
-        curve["accuracy"].append(round(correct / asked, 6))
+        curve["accuracy"].append(round(correct / max(asked, 1), 6))
         curve["loss"].append(round(loss, 6))
         report(done + run.window, curve["accuracy"][-1], curve["loss"][-1])
         if stopping := stop() or time.monotonic() - saved > CHECKPOINT_SECONDS:

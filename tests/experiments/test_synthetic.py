@@ -270,7 +270,8 @@ def test_the_report_sets_ours_beside_the_papers(reported):
 
 
 def test_results_of_other_code_are_marked_and_not_mixed(reported):
-    _, text = reported
+    folder, text = reported
+    assert "(synthetic-2.png)" in text and (folder / "synthetic-2.png").stat().st_size > 10_000
     present, earlier = text.split("**† By earlier code** (sources 000000000000)")
     assert "| mqar | KDA † | 99.8 ± 0.3 (3)" in earlier and "†" not in present and "KDA -" not in earlier
     assert "7 runs" not in present and "9 runs" in present and "5 runs" in earlier
