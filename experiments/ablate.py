@@ -31,6 +31,8 @@ from experiments.text import load_corpus
 from experiments.tokenization import get_tokenizer
 from experiments.train_config import TrainConfig
 
+# Settings of TrainConfig that are flags here.
+FIELDS = ("data", "validation_data", "tokenizer", "steps", "batch_size", "sequence_length", "learning_rate", "dtype")
 PLACES = ("data", "validation_data", "tokenizer")  # paths: what they hold is told by its hash
 
 
@@ -67,16 +69,9 @@ class Ablation:
     def config(self, row: str, seed: int, settings: TrainConfig, corpus: dict[str, str]) -> dict[str, Any]:
         """A run for `RunStore`."""
         training = {name: value for name, value in settings.binding().items() if name not in (*PLACES, "seed")}
-        shared = {**training, "overrides": dict(self.table.training.get("overrides", {}))}
-        model = dict(self.table.rows[row])
-        return {
-            "row": row,
-            "seed": seed,
-            "model": model,
-            "table": self.table.name,
-            "training": shared,
-            "corpus": corpus,
-        }
+        training |= {"overrides": dict(self.table.training.get("overrides", {})), "eval_tokens": settings.eval_tokens}
+        what = {"table": self.table.name, "row": row, "seed": seed, "model": dict(self.table.rows[row])}
+        return {**what, "training": training, "corpus": corpus}
 
 
 def run_table(ablation: Ablation, store: RunStore, stop: StopRequest) -> bool:
@@ -104,8 +99,9 @@ def run_table(ablation: Ablation, store: RunStore, stop: StopRequest) -> bool:
         entry = store.attempt(config, functools.partial(_train, settings, directory, stop))
         if entry is None:
             return False
-        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # the curves stay
-        if entry.error is not None:
+        if entry.error is None:
+            shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # the curves stay
+        else:  # it goes on from there when it is tried again
             failed = True
             print(f"{row}, seed {seed}: failed, {entry.error}", flush=True)
     return not failed
@@ -145,8 +141,6 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
     print(f"{'all' if done else 'not all'} of the runs asked for are in {store.path}")
 
-
-FIELDS = ("data", "validation_data", "tokenizer", "steps", "batch_size", "sequence_length", "learning_rate", "dtype")
 
 if __name__ == "__main__":
     flags.DEFINE_enum("table", None, [*TABLES], "Which table.", required=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from experiments import ablate, report_ablation
 from experiments.ablate import Ablation, run_table
 from experiments.configs import SOURCES, TABLES
 from experiments.loop import TrainingDiverged
+from experiments.run_directory import CHECKPOINTS
 from experiments.run_store import RunStore
 from experiments.stopping import StopRequest
 
@@ -38,10 +40,10 @@ def trained(monkeypatch):
     def train(settings, *, limit_minutes):
         asked.append(settings)
         limits.append(limit_minutes)
+        Path(settings.workdir, CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         answer = answers.get(len(asked), 2.0 + 0.01 * settings.seed + 0.1 * (settings.overrides.get("conv_width") == 0))
         if isinstance(answer, Exception):
             raise answer
-        (ablate.Path(settings.workdir) / ablate.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         return SimpleNamespace(
             finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6
         )  # fmt: skip
@@ -86,7 +88,7 @@ def test_runs_are_made_once_and_go_on_after_a_stop(corpus, store, trained):
     entries = {(e.config["row"], e.config["seed"]): e.result["bits_per_byte"] for e in store.entries()}
     assert entries == {("3:1", 0): 2.0, ("no convolution", 0): 2.1, ("3:1", 1): 2.01, ("no convolution", 1): 2.11}
     for workdir in {workdir for *_, workdir in seen}:
-        assert not (ablate.Path(workdir) / ablate.CHECKPOINTS).exists()
+        assert not Path(workdir, CHECKPOINTS).exists()
     more = Ablation(TABLE, ROWS, 3, ablation.fields)
     assert not run_table(more, store, StopRequest(limit_minutes=0)) and len(trained.asked) == 5
     assert run_table(more, store, StopRequest(limit_minutes=5))
@@ -117,6 +119,8 @@ def test_the_report_compares_with_the_baseline(corpus, store, trained):
     ablation = Ablation(TABLE, (*ROWS, "1:1"), 3, {**corpus, "dtype": "float32"})
     trained.answers[3] = 2.0  # 1:1, seed 0: the baseline's own
     assert not run_table(ablation, store, StopRequest())
+    kept = [Path(s.workdir, CHECKPOINTS).exists() for s in trained.asked]
+    assert kept == [False] * 6 + [True] + [False] * 2  # what failed goes on when it is tried again
     text = "\n".join(report_ablation.section(TABLE, store.path))
     assert "| 3:1 | 2.0050 ± 0.0071 (2), 1 failed |  | 5.65 |  |  |  |" in text
     assert "| no convolution | 2.1100 ± 0.0100 (3) | +0.1000 ± 0.0000 | 5.7 | +0.050 | worse: as in the paper |" in text
