@@ -1,7 +1,7 @@
 """Numbers of the papers that `experiments.report` sets beside ours. What is typed by hand is typed here, once.
 
 SYNTHETIC: Kimi Linear (arXiv 2510.26692), Figure 4. The paper prints no numbers for it; these are read from the vector
-paths of its PDF, and repeat what the paper does print (Figure 1b) to 0.02%.
+paths of its PDF, a way that finds the numbers which the paper does print (in Figure 1b) to 0.1%.
 """
 
 SYNTHETIC_SOURCE = "Kimi Linear, arXiv 2510.26692, Figure 4, digitised"

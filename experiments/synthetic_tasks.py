@@ -1,4 +1,4 @@
-"""The three synthetic tasks of Kimi Linear (arXiv 2510.26692, section 5.1, Figure 4), drawn on the device from a key.
+"""The three synthetic tasks of Kimi Linear (arXiv 2510.26692, Figure 4), drawn on the device from a key.
 
     palindrome   random symbols, <sep>, the same symbols backwards; from the first symbol of the copy on, the next one
     mqar         key value pairs, <sep>, keys of the row in any order; at each of these its value
