@@ -1,4 +1,4 @@
-"""Programs: train, generate, benchmark. Each is `python -m experiments.<name>` and explains its flags with --help."""
+"""Programs: train, generate, synthetic, ablate, report, benchmark. `python -m experiments.<name> --help` explains one."""
 
 from experiments.quiet_tpu import quiet_missing_tpu
 

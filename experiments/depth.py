@@ -23,8 +23,8 @@ from absl import app, flags, logging
 from flax import nnx
 
 from experiments.benchmark_suites import card, versions
+from experiments.files import replace_text
 from experiments.input_pipeline import validation_batches
-from experiments.metrics import replace_text
 from experiments.run_directory import CHECKPOINTS, saved_settings
 from experiments.text import load_corpus
 from experiments.tokenization import get_tokenizer

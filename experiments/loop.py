@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from experiments.evaluate import make_evaluate
+from experiments.files import replace_text
 from experiments.generate import sample_text
 from experiments.input_pipeline import Batch, training_batches, validation_batches
-from experiments.metrics import MetricsWriter, read_metrics, replace_text
+from experiments.metrics import MetricsWriter, read_metrics
 from experiments.plots import plot_loss
 from experiments.run_directory import CHECKPOINTS, open_run, read_result, write_result
 from experiments.stopping import StopRequest
@@ -47,11 +48,11 @@ class TrainingDiverged(RuntimeError):
     """The loss or the gradient became NaN or infinite."""
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, limit_minutes: float = math.inf) -> TrainResult:
     """Run, or go on with, the run of config.workdir.
 
     A run that was killed at any moment goes on from its last checkpoint and repeats the losses of an undisturbed run
-    bit for bit (on one kind of machine and mesh). SIGTERM and Ctrl-C end it cleanly behind the current step.
+    bit for bit (on one kind of machine and mesh). SIGTERM, Ctrl-C and the limit end it cleanly behind the current step.
 
     Raises:
       ValueError: settings that do not fit together, or that differ from those the run began with.
@@ -65,7 +66,7 @@ def train(config: TrainConfig) -> TrainResult:
         tqdm.write(f"The run in {workdir} is finished; nothing to do. Without --workdir a new one is started.")
         return TrainResult(workdir, True, **result)
     mesh = make_mesh(sizes) if (sizes := config.mesh_sizes()) else None
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), StopRequest() as stop:
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), StopRequest(limit_minutes) as stop:
         return _Run(config, workdir, mesh).go(stop)
 
 
@@ -118,7 +119,8 @@ class _Run:
                 pending.set(step, values)
                 last = step == config.steps
                 evaluates = last or (config.eval_every and step % config.eval_every == 0)
-                saves = last or stop.requested or step % config.checkpoint_every == 0
+                stopping = stop.requested  # looked at once: what ends the loop has been saved
+                saves = last or stopping or step % config.checkpoint_every == 0
                 if evaluates or saves:
                     pending.flush()  # so that a state that is not finite is never saved
                     if evaluates:
@@ -126,7 +128,7 @@ class _Run:
                     if saves:
                         self._save(state, step)
                     pending.restart_clock()
-                if stop.requested and not last:
+                if stopping and not last:
                     bar.close()
                     print(f"Stopped after step {step} of {config.steps}. To go on: --workdir={self.workdir}")
                     return TrainResult(self.workdir, False, step, None, None, "")

@@ -1,12 +1,13 @@
 """What a run writes down: metrics.jsonl (exact, one object per line) and TensorBoard event files (to look at)."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tensorboardX import SummaryWriter
+
+from experiments.files import replace_text
 
 FILE = "metrics.jsonl"
 
@@ -46,13 +47,3 @@ def read_metrics(workdir: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith("\n"):
                 return
             yield json.loads(line)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

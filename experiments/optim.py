@@ -15,6 +15,7 @@ OPTIMIZERS = ("adamw", "muon")
 MATRICES = frozenset(
     "q k v o b g f_a f_b g_a g_b "  # KDA, MLA
     "q_a q_b kv_a kv_b "  # MLA
+    "f "  # the decay of Gated DeltaNet and Mamba2 (synthetic_models)
     "gate up down "  # feed-forward; experts are stacks [E, in, out]
     "router latent_down latent_up "  # MoE
     "query_proj coefficients".split()  # AttnRes with a query from the hidden state, mHC

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.metrics import replace_text
+from experiments.files import replace_text
 from experiments.train_config import TrainConfig
 from kimi_jax.checkpoints import require_same_config
 
