@@ -1,4 +1,4 @@
-"""Programs: train, generate, synthetic, ablate, report, benchmark. `python -m experiments.<name> --help` explains one."""
+"""Programs: train, generate, synthetic, ablate, report, benchmark; `python -m experiments.NAME --help` tells of one."""
 
 from experiments.quiet_tpu import quiet_missing_tpu
 
