@@ -4,11 +4,12 @@
     python -m experiments.benchmark --suite=kda_gpu     # our kernels and XLA path against fla (and its figures)
     python -m experiments.benchmark --suite=attn_res    # attn_res by kernel and XLA, against fla, and a plain copy
     python -m experiments.benchmark --suite=train_step  # a step of training by kind of residual, time and memory
+    python -m experiments.benchmark --suite=decode      # time per token and bytes of caches at contexts from 4K to 1M
     python -m experiments.benchmark --suite=tpu_schedule    # the TPU kernels as their compiler sees them; needs no TPU
     python -m experiments.benchmark --suite=tpu_schedule_attn_res    # those of attn_res
 
-All but the last two run on the default device, whatever it is, and say so in the file. kda_gpu, attn_res and train_step
-write after every case, and keep what the file has of others: --cases=B1-H32-T8192,decode-B1-H32
+All but the last two run on the default device, whatever it is, and say so in the file. kda_gpu, attn_res, train_step
+and decode write after every case, and keep what the file has of others: --cases=B1-H32-T8192,decode-B1-H32
 --implementations=mosaic_gpu measure parts.
 """
 
@@ -25,6 +26,7 @@ from absl import app, flags
 
 from experiments import (
     benchmark_attn_res,
+    benchmark_decode,
     benchmark_kda_gpu,
     benchmark_step,
     gpu_timing,
@@ -36,7 +38,12 @@ from experiments.benchmark_suites import SUITES, card, versions
 # Nothing runs, nothing is timed.
 _SCHEDULES = {"tpu_schedule": tpu_schedule, "tpu_schedule_attn_res": tpu_schedule_attn_res}
 _COMPILED = {name: module.measure for name, module in _SCHEDULES.items()}
-_BY_CASE = {"kda_gpu": benchmark_kda_gpu, "attn_res": benchmark_attn_res, "train_step": benchmark_step}
+_BY_CASE = {
+    "kda_gpu": benchmark_kda_gpu,
+    "attn_res": benchmark_attn_res,
+    "train_step": benchmark_step,
+    "decode": benchmark_decode,
+}
 _ALL = (
     SUITES
     | _COMPILED
@@ -44,6 +51,7 @@ _ALL = (
         "kda_gpu": benchmark_kda_gpu.kda_gpu,
         "attn_res": benchmark_attn_res.attn_res_suite,
         "train_step": benchmark_step.train_step_suite,
+        "decode": benchmark_decode.decode_suite,
     }
 )
 _PARTS = "; ".join(f"{suite}: {', '.join(c.name for c in module.CASES)}" for suite, module in _BY_CASE.items())

@@ -37,7 +37,7 @@ class Machine(NamedTuple):
     backward: Callable
 
 
-def mix_by(machine: Machine, inputs: Inputs, return_lse: bool, return_sources: bool):
+def mix_by(machine: Machine, inputs: Inputs, return_lse: bool, return_sources: bool = False):
     """The mix of `inputs` by a machine's kernels, each device working on its own tokens."""
     sources, count = inputs.sources, inputs.count
     if len(sources) == 1 or (isinstance(count, int) and count == 1):

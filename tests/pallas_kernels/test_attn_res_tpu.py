@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-from pallas_kernels.attn_res import mosaic_tpu
+from pallas_kernels.attn_res import attn_res, mosaic_tpu
 from pallas_kernels.attn_res.inputs import check_inputs
 from pallas_kernels.attn_res.kernels import mix_by
 from pallas_kernels.attn_res.mosaic_tpu.plan import make_plan, source_operands
@@ -111,6 +111,21 @@ def run(mix, case: Case, wide=None, bars=(1, 1), arrays=None):
         weights = (jnp.asarray(b * x, fine) for b, x in zip(bars, (bar, lse_bar), strict=True))
         results = program(mix, case)(arrays, count, *weights)
     return {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_sources_handed_on_add_their_cotangents():
+    arrays, bar, _ = problem(NAMED["nine"])
+    sources, query = tuple(map(jnp.asarray, arrays["sources"])), jnp.asarray(arrays["query"])
+
+    def loss(sources, passes):
+        found = attn_res(sources, query, return_sources=passes, backend="mosaic_tpu")
+        mixture, sources = found if passes else (found, sources)
+        return jnp.sum(mixture * bar) + sum(jnp.sum(x * i * bar) for i, x in enumerate(sources))
+
+    once, twice = (jax.jit(jax.grad(loss), static_argnums=1)(sources, passes) for passes in (True, False))
+    for a, b in zip(once, twice, strict=True):
+        assert_close(a, b, F32_GRADIENT)
 
 
 def check(case: Case, **options):

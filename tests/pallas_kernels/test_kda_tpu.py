@@ -72,7 +72,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=[pytest.mark.exhaustive] if c.name == "one_on_twelve" else []) for c in SHAPES],
+)
 def test_shapes(case):
     check(base(case.T, 1, case.T, case.H, case.K, case.V, case.HV, case.state), case.dtype)
 

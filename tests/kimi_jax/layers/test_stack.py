@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kimi_jax.layers.norms import RMSNorm
 from kimi_jax.layers.parameters import weight
 from kimi_jax.layers.residuals import BlockAttnRes, DepthMix, FullAttnRes, StandardResidual
 from kimi_jax.layers.stack import LayerStack, Repetition, find_repetition
@@ -216,7 +217,7 @@ def test_attn_res_keeps_a_bank_and_not_one_per_layer(scan):
 class ThinLayer(nnx.Module):
     """Two sub-layers that need next to no memory of their own, so that what the residual needs can be seen."""
 
-    def __init__(self, index, residual, width, rngs):
+    def __init__(self, index, residual, width, dtype, rngs):
         self.residual = residual
         shapes = [(width, 32), (32, width)]
         self.first, self.second = (
@@ -224,23 +225,36 @@ class ThinLayer(nnx.Module):
         )
         self.first_mix = DepthMix(width, eps=1e-6) if residual.has_mixes and index else None
         self.second_mix = DepthMix(width, eps=1e-6) if residual.has_mixes else None
+        self.norms = nnx.List([RMSNorm(width, eps=1e-6, rngs=rngs, dtype=dtype) for _ in range(2)])
+
+    @property
+    def sites(self):
+        return self.first_mix, self.second_mix
 
     def __call__(self, state, ids, cache=None, lengths=None):
-        for (inner, outer), site in ((self.first, self.first_mix), (self.second, self.second_mix)):
-            h = self.residual.mix(state, site)
+        sublayers = zip((self.first, self.second), self.sites, self.norms, strict=True)
+        for (inner, outer), site, norm in sublayers:
+            h, state = self.residual.read(state, site, norm)
             h = jnp.tanh(h @ inner[...].astype(h.dtype)) @ outer[...].astype(h.dtype)
             state = self.residual.add(state, h)
         return state, cache, None
 
 
 def peak_rows(residual, scan: bool, x: jax.ShapeDtypeStruct, options: dict) -> float:
-    """Scratch memory of the compiled gradient of 48 layers with remat="layer", in arrays of the size of x."""
+    """Scratch memory of the compiled `gradient_of_48_layers`, in arrays of the size of x."""
+    function, arguments = gradient_of_48_layers(residual, scan, x)
+    compiled = jax.jit(function).lower(*arguments).compile(options)
+    return compiled.memory_analysis().temp_size_in_bytes / (x.size * x.dtype.itemsize)
+
+
+def gradient_of_48_layers(residual, scan: bool, x: jax.ShapeDtypeStruct):
+    """A function with its arguments (shapes): the gradient of 48 layers with remat="layer"."""
     layers, width = 48, x.shape[-1]
     opens = [(residual.opens_block(2 * i), residual.opens_block(2 * i + 1), i == 0) for i in range(layers)]
 
     def build():
         def layer(index, rngs):
-            return ThinLayer(index, residual, width, rngs)
+            return ThinLayer(index, residual, width, x.dtype, rngs)
 
         stack = LayerStack(layer, opens, residual, scan=scan, remat="layer", rngs=nnx.Rngs(0))
         return stack, DepthMix(width, eps=1e-6) if residual.has_mixes else None
@@ -253,8 +267,7 @@ def peak_rows(residual, scan: bool, x: jax.ShapeDtypeStruct, options: dict) -> f
         state = stack(residual.start(x), None)[0]
         return jnp.sum(jnp.square(residual.mix(state, final_mix).astype(jnp.float32)))
 
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(params, x).compile(options)
-    return compiled.memory_analysis().temp_size_in_bytes / (x.size * x.dtype.itemsize)
+    return jax.value_and_grad(loss), (params, x)
 
 
 def peak_beside_plain(scan: bool, x: jax.ShapeDtypeStruct, options: dict | None = None) -> float:
