@@ -110,9 +110,9 @@ class DepthState:
         count: under a scan over layers the bank has all its rows from the start, the first `count` of them live.
         depth: the number of sub-layers added so far, known while tracing.
         replayed: the bank is a later one: rows that are to be added are there already.
-        ahead: what the bank gives to the sites to come of this block, (mixture [..., D], log-sum-exp [...]) each: of
-            TwoPhaseAttnRes alone, as
-        fresh: the sum is in the bank already, and the next output begins a new one.
+        ahead: of TwoPhaseAttnRes alone: (mixture [..., D], log-sum-exp [...]) of the bank for each site of this block
+            that is still to come.
+        fresh: likewise: the sum is in the bank already, and the next output begins a new one.
     """
 
     bank: tuple[jax.Array, ...]

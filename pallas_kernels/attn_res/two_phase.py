@@ -29,8 +29,8 @@ def attn_res_ahead(
     """Phase 1: ([(mixture [..., D], log-sum-exp [...]) for each query], the sources to go on from).
 
     Arguments are those of `attn_res`, with a query `[D]` and a key_scale `[D]` or None for each site. The sources are
-    handed on as by `return_sources`. Every query reads all sources: fewer mixtures are kept apart by this schedule than
-    reads are saved, until a kernel serves several queries at once.
+    handed on as by `return_sources`. Each query reads all sources anew: until a kernel serves several queries at once,
+    this schedule saves no traffic.
 
     Raises ValueError as `attn_res` does, and where there are not as many key_scales as queries.
     """
