@@ -34,6 +34,7 @@ from experiments import (
     tpu_schedule_attn_res,
 )
 from experiments.benchmark_suites import SUITES, card, versions
+from experiments.files import replace_text
 
 # Nothing runs, nothing is timed.
 _SCHEDULES = {"tpu_schedule": tpu_schedule, "tpu_schedule_attn_res": tpu_schedule_attn_res}
@@ -99,9 +100,7 @@ def table(result: Mapping[str, Any]) -> str:
 def write(result: Mapping[str, Any], path: Path) -> None:
     """Writes the JSON file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
+    replace_text(path, json.dumps(result, indent=1) + "\n")
 
 
 def _speed(ms: Mapping[str, Any]) -> str:

@@ -28,14 +28,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments import gpu_timing
-from experiments.gpu_timing import Run, alone, in_turns
+from experiments.gpu_timing import Run, alone, in_turns, over
 from kimi_jax import KimiLM, ModelConfig, get_config
 from kimi_jax.cache import set_length
 
 __all__ = ["CASES", "IMPLEMENTATIONS", "Case", "cache_bytes", "decode_suite", "merge"]
 
 IMPLEMENTATIONS = ("hybrid", "mla", "kda", "block", "two_phase")
-LAYERS, STEPS, PIECE = 8, 16, 2048
+LAYERS, STEPS = 8, 16
+PIECE, MOST_TOKENS = 2048, 16384  # of a prompt: a row's, and all rows' together
 ROOM = 0.8  # of the device's memory, for parameters and caches; the rest is for what a step needs besides
 MOST_ROWS = 512
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -143,7 +144,7 @@ class _Model:
         begun = time.perf_counter()
         graphdef = nnx.split(nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0))))[0]
         self._state = jax.jit(lambda: nnx.split(KimiLM(config, rngs=nnx.Rngs(0)))[1])()
-        self.piece = min(PIECE, context // 2)
+        self.piece = min(PIECE, context // 2, MOST_TOKENS // batch)
         self._length = jnp.full(batch, context - max(STEPS, self.piece), jnp.int32)
         self._cache = nnx.merge(graphdef, self._state).init_cache(batch, context)
         self.cache_bytes = sum(x.nbytes for x in jax.tree.leaves(self._cache))
@@ -199,13 +200,4 @@ def _short(tokens: int) -> str:
 
 def _ratios(ms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Time per token over the hybrid's."""
-    found = {}
-    for name, entry in ms.items():
-        what, _, implementation = name.rpartition(": ")
-        ours = ms.get(f"{what}: hybrid")
-        if implementation == "hybrid" or ours is None:
-            continue
-        same = entry["started"] == ours["started"]
-        value = round(entry["ms_per_token"] / ours["ms_per_token"], 4)
-        found[f"{name} to hybrid"] = {"value": value, "same_run": same}
-    return found
+    return {f"{name} to hybrid": ratio for name, ratio in over(ms, "hybrid", "ms_per_token").items()}

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from experiments import gpu_timing
 from experiments.benchmark_suites import check_difference
-from experiments.gpu_timing import Run, alone, in_turns
+from experiments.gpu_timing import Run, alone, in_turns, over
 from experiments.input_pipeline import Batch
 from experiments.train_config import TrainConfig
 from experiments.train_state import start_training
@@ -130,14 +130,9 @@ class _Model:
 def _ratios(ms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Time and temporary memory over those of the plain residual."""
     found = {}
-    for name, entry in ms.items():
-        what, _, implementation = name.rpartition(": ")
-        plain = ms.get(f"{what}: standard")
-        if implementation == "standard" or plain is None:
-            continue
-        same = entry["started"] == plain["started"]
+    for name, ratio in over(ms, "standard").items():
+        implementation = name.rpartition(": ")[2]
         aim = {"at_most": AT_MOST[implementation]} if implementation in AT_MOST else {}
-        found[f"{name} to standard"] = {"value": round(entry["median"] / plain["median"], 4), "same_run": same, **aim}
-        memory = round(entry["temporary_MiB"] / plain["temporary_MiB"], 4)
-        found[f"{name} to standard, memory"] = {"value": memory, "same_run": same}
-    return found
+        found[f"{name} to standard"] = {**ratio, **aim}
+    memory = over(ms, "standard", "temporary_MiB")
+    return found | {f"{name} to standard, memory": ratio for name, ratio in memory.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Run", "alone", "fla_is_here", "in_turns", "merge", "numbers", "repeated"]
+__all__ = ["Run", "alone", "fla_is_here", "in_turns", "merge", "numbers", "over", "repeated"]
 
 REPEAT_S = 0.03  # of one measurement, which is as many calls
 
@@ -62,6 +62,18 @@ def merge(
         "worst_difference": {name: differences[name] for name in sorted(differences, key=by_case)},
         "ratios": ratios(ms),
     }
+
+
+def over(ms: Mapping[str, Mapping[str, Any]], base: str, number: str = "median") -> dict[str, dict[str, Any]]:
+    """{name: its number over that of the implementation `base`} for all others of "CASE PART: IMPLEMENTATION"."""
+    found = {}
+    for name, entry in ms.items():
+        what, _, implementation = name.rpartition(": ")
+        theirs = ms.get(f"{what}: {base}")
+        if implementation != base and theirs is not None:
+            same = entry["started"] == theirs["started"]
+            found[name] = {"value": round(entry[number] / theirs[number], 4), "same_run": same}
+    return found
 
 
 def repeated(implementation: Any, function: Callable, arrays: tuple) -> Run:

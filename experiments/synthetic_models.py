@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kimi_jax.layers import FeedForward, GatedRMSNorm, RMSNorm, ShortConv
+from kimi_jax.layers.mla import attention
 from kimi_jax.layers.parameters import at_least_float32, weight
 from kimi_jax.sharding import project
 from pallas_kernels import delta_net, gated_delta_net, kda, linear_attention, softplus_gate
@@ -27,16 +28,7 @@ DECAYS = {"kda": "channel", "gated_delta_net": "head", "mamba2": "head"}  # the 
 DELTA_RULE = ("kda", "gated_delta_net", "delta_net")
 A_RANGE, DT_RANGE = (1.0, 16.0), (1e-3, 0.1)  # of the decays at the start, as KDA's layer draws them
 NORM_EPS = 1e-5
-# Jitted, so that both layers share one lowering of the kernels: on a GPU that is half of the time to compile.
-MEMORIES = {
-    name: jax.jit(function, static_argnames=("gate", "qk_l2norm", "beta_sigmoid"))
-    for name, function in (
-        ("kda", kda),
-        ("gated_delta_net", gated_delta_net),
-        ("delta_net", delta_net),
-        ("mamba2", linear_attention),
-    )
-}
+MEMORIES = {"kda": kda, "gated_delta_net": gated_delta_net, "delta_net": delta_net, "mamba2": linear_attention}
 BATCH, HEADS = ("batch", None, None), ("batch", None, "heads")  # how `project` lays out results
 
 
@@ -79,7 +71,7 @@ class Mixer(nnx.Module):
 
     def _remember(self, x_BTD, q, k, v):
         if self.kind == "softmax":
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            return attention(q, k, v, None, scale=q.shape[-1] ** -0.5, causal=True)
         memory = MEMORIES[self.kind]
         if self.kind == "mamba2":
             g_BTH, dt_BTH = self._decay(x_BTD)

@@ -25,6 +25,7 @@ SOURCES = (
     "experiments/schedules.py",
     "kimi_jax/sharding.py",
     "kimi_jax/layers/feed_forward.py",
+    "kimi_jax/layers/mla.py",
     "kimi_jax/layers/norms.py",
     "kimi_jax/layers/padding.py",
     "kimi_jax/layers/parameters.py",
