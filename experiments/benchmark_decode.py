@@ -5,11 +5,12 @@ feed-forward as wide as the nine experts that a token uses: at batch 1 a step re
 
     hybrid     three KDA layers to one of MLA
     mla        MLA layers alone
-    kda        KDA layers alone
+    kda        KDA layers alone; what they keep and read is the same at any context, so only the shortest is measured
     block      the hybrid with Block AttnRes, six sub-layers a block; two_phase: by the two-phase schedule
 
 Each case is a context and a number of rows; a batch of None is the largest that memory has room for. Measured are a
-decode step, and a piece of a prompt that ends at that context. The cache's slots are filled by no prompt: its lengths
+decode step and, unless the batch is the largest (a prompt's tokens fill the machine by themselves), a piece of a prompt
+that ends at that context. The cache's slots are filled by no prompt: its lengths
 are set, since time does not depend on what lies there. Bytes of caches, also of all 27 layers, are counted from their
 shapes.
 """
@@ -18,9 +19,11 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +39,8 @@ __all__ = ["CASES", "IMPLEMENTATIONS", "Case", "cache_bytes", "decode_suite", "m
 
 IMPLEMENTATIONS = ("hybrid", "mla", "kda", "block", "two_phase")
 LAYERS, STEPS = 8, 16
-PIECE, MOST_TOKENS = 2048, 16384  # of a prompt: a row's, and all rows' together
+COMPILERS = 4  # threads
+PIECE = 2048  # tokens of a prompt
 ROOM = 0.8  # of the device's memory, for parameters and caches; the rest is for what a step needs besides
 MOST_ROWS = 512
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -62,10 +66,15 @@ class Case:
         return f"{_short(self.context)}-B{self.batch or 'max'}"
 
 
-CASES: tuple[Case, ...] = tuple(
-    Case(context << 10, batch, IMPLEMENTATIONS if batch else IMPLEMENTATIONS[:3])
-    for batch in (1, None)
-    for context in (4, 32, 128, 512, 1024)
+_ALONG, _DEPTH = ("hybrid", "mla"), ("block", "two_phase")  # the latter at three contexts of batch 1
+CASES: tuple[Case, ...] = (
+    Case(4 << 10, 1, (*_ALONG, "kda", *_DEPTH)),
+    Case(32 << 10, 1, _ALONG),
+    Case(128 << 10, 1, (*_ALONG, *_DEPTH)),
+    Case(512 << 10, 1, _ALONG),
+    Case(1024 << 10, 1, (*_ALONG, *_DEPTH)),
+    Case(4 << 10, None, (*_ALONG, "kda")),
+    *(Case(context << 10, None, _ALONG) for context in (32, 128, 512, 1024)),
 )
 
 
@@ -76,7 +85,7 @@ def decode_suite(
     per token and the bytes of the cache; and ratios of the other models to the hybrid.
 
     implementations: of IMPLEMENTATIONS; None is all that a case names. A model whose cache has no room for one row is
-    left out, and said so.
+    left out, and said so. All programs of a case are compiled side by side, before any is timed.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     ms, bytes_, sizes = {}, {}, {}
@@ -85,26 +94,27 @@ def decode_suite(
             whole = get_config("kimi_linear_48b")
             fields = {"num_layers": whole.num_layers, **({"mla_layers": whole.mla_layers} if name == "hybrid" else {})}
             bytes_[f"{_short(case.context)} {name}"] = cache_bytes(_config(name, case, **fields), 1, case.context)
-        for name in case.implementations:
-            if implementations is not None and name not in implementations:
-                continue
+        asked = [name for name in case.implementations if implementations is None or name in implementations]
+        programs = {}
+        for name in asked:
             config = _config(name, case)
-            batch = case.batch or largest_batch(config, case.context)
-            if batch < 1 or (case.batch and largest_batch(config, case.context) < batch):
+            room = largest_batch(config, case.context)
+            if room < (case.batch or 1):
                 print(f"{case.name} {name}: no room for its cache, left out", file=sys.stderr, flush=True)
-                continue
-            model = _Model(config, batch, case.context)
+            else:
+                programs[name] = _Programs(config, case.batch or room, case.context, prompts=case.batch is not None)
+        _compile(programs)
+        for name, program in programs.items():
             with alone():
-                found = in_turns({"step": Run(model.decode, STEPS), "piece": Run(model.prefill)}, repeats)
+                found = _measure(program, repeats)
             for part, times in found.items():
-                tokens = batch if part == "step" else batch * model.piece
+                tokens = program.batch * (1 if part == "step" else program.piece)
                 ms[f"{case.name} {part}: {name}"] = {
                     **times,
-                    "rows": batch,
+                    "rows": program.batch,
                     "ms_per_token": round(times["median"] / tokens, 6),
-                    "cache_bytes": model.cache_bytes,
+                    "cache_bytes": cache_bytes(program.config, program.batch, case.context),
                 }
-            del model
         sizes[case.name] = f"context={case.context} batch={case.batch or 'largest'}"
     ratios = _ratios({name: {**entry, "started": started} for name, entry in ms.items()})
     return {
@@ -137,51 +147,76 @@ def largest_batch(config: ModelConfig, max_len: int) -> int:
     return min(MOST_ROWS, int((ROOM * limit - parameters) // cache_bytes(config, 1, max_len)))
 
 
-class _Model:
-    """A model and the cache of a context, with the compiled decode loop and the compiled piece of a prompt."""
+class _Programs:
+    """Of a model and a context's cache: what makes both, the decode loop, and the piece of a prompt."""
 
-    def __init__(self, config: ModelConfig, batch: int, context: int):
-        begun = time.perf_counter()
+    def __init__(self, config: ModelConfig, batch: int, context: int, prompts: bool = True):
+        self.config, self.batch = config, batch
+        self.piece = min(PIECE, context // 2)
         graphdef = nnx.split(nnx.eval_shape(lambda: KimiLM(config, rngs=nnx.Rngs(0))))[0]
-        self._state = jax.jit(lambda: nnx.split(KimiLM(config, rngs=nnx.Rngs(0)))[1])()
-        self.piece = min(PIECE, context // 2, MOST_TOKENS // batch)
-        self._length = jnp.full(batch, context - max(STEPS, self.piece), jnp.int32)
-        self._cache = nnx.merge(graphdef, self._state).init_cache(batch, context)
-        self.cache_bytes = sum(x.nbytes for x in jax.tree.leaves(self._cache))
 
-        def decode(state, cache, length):
+        def begin():
+            model = KimiLM(config, rngs=nnx.Rngs(0))
+            return nnx.split(model)[1], model.init_cache(batch, context)
+
+        def at(cache):
+            return set_length(cache, jnp.full(batch, context - max(STEPS, self.piece), jnp.int32))
+
+        def step(state, cache):
             model = nnx.merge(graphdef, state)
 
-            def step(_, carry):
+            def one(_, carry):
                 ids_B, cache = carry
                 logits, cache = model.extend(ids_B[:, None], cache)
                 return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), cache
 
-            ids_B, cache = jax.lax.fori_loop(0, STEPS, step, (jnp.zeros(batch, jnp.int32), set_length(cache, length)))
-            return ids_B, cache
+            return jax.lax.fori_loop(0, STEPS, one, (jnp.zeros(batch, jnp.int32), at(cache)))
 
-        def prefill(state, cache, length):
+        def piece(state, cache):
             tokens = jnp.zeros((batch, self.piece), jnp.int32)
-            logits, cache = nnx.merge(graphdef, state).extend(tokens, set_length(cache, length), last_only=True)
-            return logits, cache
+            return nnx.merge(graphdef, state).extend(tokens, at(cache), last_only=True)
 
-        arguments = self._state, self._cache, self._length
-        self._decode, self._prefill = (
-            jax.jit(f, donate_argnums=1).lower(*arguments).compile() for f in (decode, prefill)
-        )
-        print(f"B{batch} {context}: made in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+        shapes = jax.eval_shape(begin)
+        self._lowerings = {"begin": lambda: jax.jit(begin).lower()}
+        for part in (piece, step) if prompts else (step,):
+            self._lowerings[part.__name__] = lambda part=part: jax.jit(part, donate_argnums=1).lower(*shapes)
+        self.compiled: dict[str, Any] = {}
 
-    def decode(self, count: int) -> None:
-        """`count` times STEPS steps, each time from the same length on."""
-        self._run(self._decode, count)
+    def compilations(self) -> list[Callable[[], None]]:
+        """One for each part, in any order."""
 
-    def prefill(self, count: int) -> None:
-        self._run(self._prefill, count)
+        def compile(part):
+            self.compiled[part] = self._lowerings[part]().compile()
 
-    def _run(self, function, count):
-        for _ in range(count):
-            result, self._cache = function(self._state, self._cache, self._length)
-        jax.block_until_ready(result)
+        return [partial(compile, part) for part in reversed(self._lowerings)]
+
+
+def _compile(programs: Mapping[str, _Programs]) -> None:
+    """All parts of all programs, side by side."""
+    begun = time.perf_counter()
+    with alone(or_with_others=True), ThreadPoolExecutor(COMPILERS) as threads:
+        parts = [part for program in programs.values() for part in program.compilations()]
+        list(threads.map(lambda part: part(), parts))
+    print(f"{', '.join(programs)}: compiled in {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+
+def _measure(program: _Programs, repeats: int) -> dict[str, dict[str, Any]]:
+    """Times of "step" and, where it is compiled, "piece"; the model and its cache are there only for so long."""
+    state, kept = program.compiled["begin"]()
+    caches = [kept]
+    del kept
+
+    def run(part):
+        def call(count):
+            for _ in range(count):
+                result, cache = program.compiled[part](state, caches.pop())
+                caches.append(cache)
+            jax.block_until_ready(result)
+
+        return call
+
+    parts = {part: Run(run(part), STEPS if part == "step" else 1) for part in program.compiled if part != "begin"}
+    return in_turns(parts, repeats)
 
 
 def _config(name: str, case: Case, **fields) -> ModelConfig:

@@ -25,10 +25,11 @@ class Run:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Until it ends, no other process of this machine is inside."""
+def alone(*, or_with_others: bool = False) -> Iterator[None]:
+    """Until it ends, no other process of this machine is inside. or_with_others: but for those that said so too, such
+    as compilations, which may go side by side and must not disturb what is timed."""
     with Path(tempfile.gettempdir(), "kimi_jax_benchmark.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if or_with_others else fcntl.LOCK_EX)
         yield
 
 

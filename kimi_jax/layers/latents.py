@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from .parameters import at_least_float32
 
-LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 32, 2**20
+LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 32, 2**22
 
 
 class MLACache(NamedTuple):
@@ -93,7 +93,7 @@ def attend(
     q_nope, q_rope = q_BTNH[..., :nope], q_BTNH[..., nope:]
     if folded:
         q_nope = product("BTNH,CNH->BTNC", q_nope, w_key_CNH, dtype)
-    size = block_size(T, L)
+    size = block_size(q_BTNH.shape[0] * T, L)
 
     def block(index):
         """(maximum, sum, weighted values) of the softmax over one block of slots."""
@@ -130,9 +130,10 @@ def folds(T: int, kv_lora: int, kv_width: int) -> bool:
     return T * (2 * kv_lora - kv_width) <= kv_lora * kv_width
 
 
-def block_size(T: int, L: int) -> int:
-    """Slots per block: few blocks for few queries, since each costs a launch; few scores at once for many queries."""
-    return min(L, max(LEAST_BLOCK, min(L // MOST_BLOCKS, MOST_SCORES // T)))
+def block_size(queries: int, L: int) -> int:
+    """Slots per block, for the queries of all rows: few blocks for few queries, since each costs launches; few scores
+    at once for many."""
+    return min(L, max(LEAST_BLOCK, min(L // MOST_BLOCKS, MOST_SCORES // queries)))
 
 
 def _merge(one, other):

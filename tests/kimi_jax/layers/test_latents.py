@@ -110,5 +110,6 @@ def test_few_queries_never_expand_the_context():
 
 def test_blocks_are_few_for_a_token_and_small_for_a_piece():
     assert block_size(1, 2**20) == 2**15
-    assert block_size(2048, 2**20) == 512
+    assert block_size(2048, 2**20) == 2048
+    assert block_size(16 * 2048, 2**20) == 512
     assert block_size(1, 100) == 100
