@@ -95,6 +95,47 @@ def machine(monkeypatch):
     return machine
 
 
+@pytest.fixture
+def warps(machine, monkeypatch):
+    """The machine for rows of four tokens: a thread is now a warp, and has its token's quarter of a row."""
+    number = lambda: machine.own.index["group"]  # noqa: E731
+
+    def quarter(self, ref):
+        size = self.channels // rows.WARPS
+        return ref.at[slice_of(number() * size, size)]
+
+    def put(ref, x):
+        ref[...] = np.asarray(x[number()], ref.dtype)[None]
+
+    def store(self, ref, x, first, size):
+        assert first == 0 and size == self.channels
+        own = quarter(self, ref)
+        own[...] = np.asarray(x.astype(own.dtype))
+
+    def fetch(source, target, barrier, oob_mode):
+        if number() == 0:
+            barrier.fetch(source, target)
+
+    def by_warps(kernel, name, operands, outs, scratch, plan):
+        assert plan.tokens == rows.WARPS and plan.groups == 1
+        return call(kernel, name, operands, outs, scratch, plan._replace(groups=rows.WARPS))
+
+    call = ring.call
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "call", by_warps)
+    index = machine.jax.lax.axis_index
+    machine.jax.lax.axis_index = lambda name: 0 if name == "group" else index(name)
+    machine.plgpu.copy_gmem_to_smem = fetch
+    monkeypatch.setattr(ring, "warp_number", number)
+    monkeypatch.setattr(ring, "store_own", put)
+    sums = lambda self, *pairs: [np.full(rows.WARPS, (x * y).sum()) for x, y in pairs]  # noqa: E731
+    monkeypatch.setattr(rows.Rows, "sum_of_products", sums)
+    monkeypatch.setattr(rows.Rows, "load", lambda self, ref: jnp.asarray(quarter(self, ref)[...], jnp.float32))
+    monkeypatch.setattr(rows.Rows, "load_part", lambda self, ref, first, size: jnp.asarray(quarter(self, ref)[...]))
+    monkeypatch.setattr(rows.Rows, "zeros", lambda self: jnp.zeros(self.channels // rows.WARPS))
+    monkeypatch.setattr(rows.Rows, "store", store)
+
+
 class _Barriers(gpu_machine.Barrier):
     """What a kernel asks for; every program gets barriers of its own."""
 
@@ -129,6 +170,11 @@ class Case(NamedTuple):
     shared: int = 227 << 10
     others: bool = False  # the sources have cotangents from elsewhere
 
+    @property
+    def by_warps(self) -> bool:
+        """Whether four tokens make a row."""
+        return self.M % 4 == 0 and self.D % 128 == 0
+
 
 CASES = [
     Case("one_piece", 5, 512),
@@ -151,11 +197,18 @@ CASES = [
     Case("onto_others_of_two_warpgroups", 4, 600, wide=512, norm=True, dtype="bfloat16", others=True),
     Case("onto_others_in_pieces", 11, 512, norm=True, live=5, shared=40 << 10, others=True),
     Case("onto_others_of_many", 20, 256, form="buffer", live=17, M=5, others=True),
+    Case("warps", 5, 256, M=12),
+    Case("warps_norm_bfloat16", 5, 512, M=20, dtype="bfloat16", norm=True),
+    Case("warps_in_pieces", 11, 256, M=8, norm=True, live=5, shared=56 << 10, others=True),
+    Case("warps_of_many", 20, 128, form="buffer", live=17, M=8, others=True),
+    Case("warps_one_source", 1, 256, M=8, norm=True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_against_float64(case, machine, monkeypatch):
+def test_against_float64(case, machine, monkeypatch, request):
+    if case.by_warps:
+        request.getfixturevalue("warps")
     monkeypatch.setattr(plan, "MULTIPROCESSORS", 1)  # several tokens a program
     monkeypatch.setattr(plan, "WIDE", case.wide)
     monkeypatch.setattr(plan, "SHARED", case.shared)

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 from ...varying import varying
 from .forward import like, saved_numbers
-from .plan import Plan, make_plan
-from .ring import IN_BOUNDS, Ring, call, four
-from .rows import EVERYWHERE, WARPS, apart, sync, sync_group, table, total_of
+from .plan import NARROW, Plan, make_plan
+from .ring import IN_BOUNDS, Ring, call, four, in_rows, table_shape, vectors_in_rows
+from .rows import EVERYWHERE, WARPS, apart
 
 __all__ = ["backward"]
 
@@ -36,16 +36,17 @@ AHEAD = 2  # tokens
 
 def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar, others=None):
     """(sources_bar as sources, gain_bar [D], output_scale_bar [D] or None): see kernels.py."""
-    leaves = jax.tree.leaves(sources)
-    (M, D), N, dtype = leaves[0].shape[-2:], len(sources), leaves[0].dtype
-    plan, N4, S = _plan(M, D, N, dtype, output_scale is not None), four(N), saved_numbers(N)
-    padding = ((0, plan.padded - D),)
-    vectors = [jnp.pad(x, padding) for x in (gain, output_scale) if x is not None]
+    (M, D), N, dtype = mixture_bar.shape, len(sources), mixture_bar.dtype
+    norm = output_scale is not None
+    plan, N4, S = _plan(M, D, N, dtype, norm), four(N), saved_numbers(N)
+    leaves = jax.tree.leaves(in_rows(plan, sources))
+    own_tokens, width = plan.tokens, plan.tokens * D
+    vectors = vectors_in_rows(plan, [x for x in (gain, output_scale) if x is not None])
     counts = [] if count is None else [count.reshape(1)]
     rows = plan.rows
     # jax's references are what a kernel may write to in place; inside a shard_map they cannot be.
     in_place = others is not None and not varying(leaves)
-    onto = [jax.new_ref(x) for x in jax.tree.leaves(others)] if in_place else []
+    onto = [jax.new_ref(x) for x in jax.tree.leaves(in_rows(plan, others))] if in_place else []
 
     def kernel(*given, ring, arrived, cotangents, numbers, beside, sums, squares, weights):
         source_refs, given = given[: len(leaves)], given[len(leaves) :]
@@ -54,18 +55,18 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
         given = given[len(counts) + 3 :]
         bars, totals = given[: len(leaves)], given[len(leaves) :]  # in place or not: operands come before results
         own = Ring(
-            plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=D, passes=1 + len(vectors)
+            plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=width, passes=1 + len(vectors)
         )
         keep_apart = apart if plan.one_by_one else lambda: None
-        u, *scale = (rows.load(ref.at[own.channels]) for ref in vector_refs)
+        vector = own.vectors(vector_refs)
         live = own.are_live()
 
         def fetch(t):
             m, place = own.token(t), t % AHEAD
 
-            @pl.when(own.leads & (m < M))
+            @pl.when(own.leads & (m < own.M))
             def _():
-                channels = pl.ds(0, D)
+                channels = pl.ds(0, width)
                 copy = lambda a, b: plgpu.copy_gmem_to_smem(a, b, beside.at[place], oob_mode=IN_BOUNDS)  # noqa: E731
                 copy(bar_ref.at[m, channels], cotangents.at[place, channels])
                 copy(saved_ref.at[m], numbers.at[place])
@@ -74,63 +75,68 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
             place = t % AHEAD
             plgpu.barrier_wait(beside.at[place])
             g = rows.load(cotangents.at[place, own.channels])
-            weights[0] = jnp.where(live, jnp.exp(_all(numbers.at[place, pl.ds(0, N4)]) - numbers[place, 2 * N4]), 0.0)
-            sync_group()
+            saved_at = lambda n: numbers.at[place, pl.ds(own.place * S + n, N4)]  # noqa: E731
+            lse = numbers[place, own.place * S + 2 * N4]
+            weights[0, own.place] = jnp.where(live, jnp.exp(_all(saved_at(0)) - lse), 0.0)
+            own.meet(of_a_group=True)
             gain_bar, *scale_bar = sums_of_tokens
 
-            if scale:
+            if norm:
+                scale = vector(1)
 
                 def add(piece, i, h):
                     keep_apart()
-                    return h + weights[0, i] * piece.row(i)
+                    return h + weights[0, own.place, i] * piece.row(i)
 
                 h = own.each_piece(t, 0, lambda piece, h: piece.each(partial(add, piece), h), rows.zeros())
-                for j, x in enumerate(rows.sum_of_products((h, h), (g * scale[0], h))):
-                    squares[j, own.warps] = x
-                sync()
-                n = jax.lax.rsqrt(total_of(squares.at[0]) * (1 / D) + static.eps)
+                for j, x in enumerate(rows.sum_of_products((h, h), (g * scale, h))):
+                    own.put_total(squares.at[j], x)
+                own.meet()
+                n = jax.lax.rsqrt(own.total_of(squares.at[0]) * (1 / D) + static.eps)
                 scale_bar = [rows.now(scale_bar[0] + g * h * n)]
-                g = n * (g * scale[0] - h * (n * n * (1 / D) * total_of(squares.at[1])))
+                g = n * (g * scale - h * (n * n * (1 / D) * own.total_of(squares.at[1])))
 
             def dots(piece, _):
                 def dot(i, _):
                     keep_apart()
-                    [sums[i, own.warps]] = rows.sum_of_products((g, piece.row(i)))
+                    [c] = rows.sum_of_products((g, piece.row(i)))
+                    own.put(sums, i, c)
 
                 piece.each(dot)
 
-            own.each_piece(t, len(scale), dots, None)
-            sync()
+            own.each_piece(t, int(norm), dots, None)
+            own.meet()
             # Numbers for all sources are many registers: read anew where they are needed.
-            logit, rstd = (jnp.where(live, _all(numbers.at[place, pl.ds(n, N4)]), 0.0) for n in (0, N4))
-            weight, c = _all(weights.at[0]), jnp.where(live, table(sums), 0.0)
+            logit, rstd = (jnp.where(live, _all(saved_at(n)), 0.0) for n in (0, N4))
+            weight, c = _all(weights.at[0, own.place]), jnp.where(live, own.table(sums, N4), 0.0)
             logit_bar = c - jnp.sum(weight * c)
             # A lone source keeps weight 1 whatever its logit: exactly 0, however the two sums round.
             if N == 1:
                 logit_bar = jnp.zeros_like(c)
             elif own.live is not None:
                 logit_bar = logit_bar * jnp.where(own.live == 1, 0.0, 1.0)
-            product_bar = weight * (logit_bar + lse_bar_ref[m]) * rstd
-            weights[1] = product_bar
-            weights[2] = product_bar * rstd * logit * (1 / D)
+            product_bar = weight * (logit_bar + lse_bar_ref[own.number(m)]) * rstd
+            weights[1, own.place] = product_bar
+            weights[2, own.place] = product_bar * rstd * logit * (1 / D)
 
-            sync_group()
+            own.meet(of_a_group=True)
+            u = vector(0)
 
             def give(piece, carry):
                 def add(i, carry):
                     keep_apart()
                     gain_bar, *old = carry
                     ahead = [other(piece, i + 1)] if old else []
-                    v, p = piece.row(i), weights[1, i]
-                    v_bar = weights[0, i] * g + p * u - weights[2, i] * v
+                    v, p = piece.row(i), weights[1, own.place, i]
+                    v_bar = weights[0, own.place, i] * g + p * u - weights[2, own.place, i] * v
                     if old:
                         v_bar = v_bar + rows.wide(old[0])
-                    rows.store(own.place_of(bars, i, m), v_bar, own.first_channel, D)
+                    rows.store(own.place_of(bars, i, m), v_bar, own.first_channel, width)
                     return rows.now(gain_bar + p * v), *ahead
 
                 def clear(i, carry):
                     if not in_place:
-                        rows.store(own.place_of(bars, i, m), rows.zeros(), own.first_channel, D)
+                        rows.store(own.place_of(bars, i, m), rows.zeros(), own.first_channel, width)
                     return carry
 
                 old = [other(piece, piece.first)] if in_place else []
@@ -140,9 +146,9 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
                 """What lies in the place of source i's cotangent, or of the last one's beyond the end."""
                 last = piece.end - 1
                 i = min(i, last) if isinstance(i, int) else jnp.minimum(i, last)
-                return rows.load_part(own.place_of(bars, i, m), own.first_channel, D)
+                return rows.load_part(own.place_of(bars, i, m), own.first_channel, width)
 
-            gain_bar = own.each_piece(t, len(scale) + 1, give, gain_bar)
+            gain_bar = own.each_piece(t, 1 + norm, give, gain_bar)
             own.leave_token(t)
             fetch(t + AHEAD)
             return gain_bar, *scale_bar
@@ -152,7 +158,7 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
             fetch(t)
         found = own.each_token(token, tuple(rows.zeros() for _ in vectors))
         for total, x in zip(totals, found, strict=True):
-            total[own.program, own.channels] = x
+            rows.store(total.at[own.program], x, own.first_channel, plan.padded)
 
     outs = (
         *(like(x, x.shape, dtype) for x in leaves if not in_place),
@@ -162,18 +168,20 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
         ring=plgpu.SMEM((plan.slots * plan.together, plan.padded), dtype),
         arrived=plgpu.Barrier(num_barriers=plan.slots, num_arrivals=plan.together),
         cotangents=plgpu.SMEM((AHEAD, plan.padded), dtype),
-        numbers=plgpu.SMEM((AHEAD, S), F32),
+        numbers=plgpu.SMEM((AHEAD, own_tokens * S), F32),
         beside=plgpu.Barrier(num_barriers=AHEAD, num_arrivals=2),
-        sums=plgpu.SMEM((N4, WARPS * plan.groups), F32),
+        sums=plgpu.SMEM(table_shape(plan, N4), F32),
         squares=plgpu.SMEM((2, WARPS * plan.groups), F32),
-        weights=plgpu.SMEM((3, N4), F32),
+        weights=plgpu.SMEM((3, own_tokens, N4), F32),
     )
-    operands = (*leaves, *vectors, *counts, saved, mixture_bar, lse_bar, *onto)
+    operands = (*leaves, *vectors, *counts, *in_rows(plan, (saved, mixture_bar)), lse_bar, *onto)
     results = call(kernel, "attn_res_backward", operands, outs, scratch, plan)
-    bars, totals = results[: -len(vectors)], [jnp.sum(x, axis=0)[:D] for x in results[-len(vectors) :]]
+    bars, totals = results[: -len(vectors)], results[-len(vectors) :]
+    totals = [jnp.sum(x.reshape(plan.programs * own_tokens, -1), axis=0)[:D] for x in totals]
     if in_place:
         bars = [jax.freeze(ref) for ref in onto]
-    elif others is not None:
+    bars = [x.reshape(*x.shape[:-2], M, D) for x in bars]
+    if others is not None and not in_place:
         bars = map(jnp.add, bars, jax.tree.leaves(others))
     return jax.tree.unflatten(jax.tree.structure(sources), bars), *totals, *([None] * (2 - len(totals)))
 
@@ -183,7 +191,8 @@ def _all(ref):
 
 
 def _plan(M, D, N, dtype, norm) -> Plan:
-    bytes_beside = 4 * (AHEAD * saved_numbers(N) + 11 * four(N)) + 12288
+    tokens = WARPS if D <= NARROW else 1
+    bytes_beside = 4 * (AHEAD * tokens * saved_numbers(N) + (8 + 3 * tokens) * four(N)) + 12288
     return make_plan(
         M,
         D,

@@ -16,8 +16,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from .plan import Plan, make_plan
-from .ring import Ring, call, four
-from .rows import WARPS, apart, sync, sync_group, table, total_of
+from .ring import Ring, call, four, in_rows, table_shape, vectors_in_rows
+from .rows import WARPS, apart
 
 __all__ = ["forward", "like", "saved_numbers"]
 
@@ -28,89 +28,97 @@ def forward(static, sources, gain, output_scale, count):
     """(mixture [M, D], lse [M], saved [M, `saved_numbers`]): see kernels.py."""
     first = jax.tree.leaves(sources)[0]
     (M, D), N = first.shape[-2:], len(sources)
-    plan, N4 = _plan(M, D, N, first.dtype, (output_scale is not None) + (count is not None)), four(N)
-    rows = plan.rows
-    refs = tuple(sources) if isinstance(sources, tuple) else (sources,)
-    padding = ((0, plan.padded - D),)
-    vectors = [jnp.pad(x, padding) for x in (gain, output_scale) if x is not None]
+    norm = output_scale is not None
+    plan, N4 = _plan(M, D, N, first.dtype, norm + (count is not None)), four(N)
+    rows, own_tokens, width = plan.rows, plan.tokens, plan.tokens * D
+    refs = tuple(in_rows(plan, sources)) if isinstance(sources, tuple) else (in_rows(plan, sources),)
+    vectors = vectors_in_rows(plan, [x for x in (gain, output_scale) if x is not None])
     counts = [] if count is None else [count.reshape(1)]
 
     def kernel(*given, ring, arrived, sums, weights, squares):
         source_refs, given = given[: len(refs)], given[len(refs) :]
         vector_refs, given = given[: len(vectors)], given[len(vectors) :]
         *count_ref, out, lses, saved = given
-        own = Ring(plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=D, passes=1)
+        own = Ring(plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=width, passes=1)
         keep_apart = apart if plan.one_by_one else lambda: None
-        u, *scale = (rows.load(ref.at[own.channels]) for ref in vector_refs)
+        vector = own.vectors(vector_refs)
         own.begin()
 
         def token(t, m, _):
             def mix(piece, so_far):
+                u = vector(0)
+
                 def measure(i, _):
                     keep_apart()
                     v = piece.row(i)
                     for j, x in enumerate(rows.sum_of_products((v, v), (v, u))):
-                        sums[j, i - piece.first, own.warps] = x
+                        own.put(sums.at[j], i - piece.first, x)
 
                 piece.each(measure)
-                sync()
+                own.meet()
                 P4 = four(piece.size)
-                rstd = jax.lax.rsqrt(table(sums.at[0, pl.ds(0, P4)]) * (1 / D) + static.eps)
-                logit = table(sums.at[1, pl.ds(0, P4)]) * rstd
+                rstd = jax.lax.rsqrt(own.table(sums.at[0], P4) * (1 / D) + static.eps)
+                logit = own.table(sums.at[1], P4) * rstd
                 logit = jnp.where(own.are_live(piece.first, piece.size), logit, -jnp.inf)
                 top = jnp.max(logit) if so_far is None else jnp.maximum(so_far[1], jnp.max(logit))
                 weight = jnp.exp(logit - top)
-                weights[pl.ds(0, P4)] = weight
+                weights[own.place, pl.ds(0, P4)] = weight
                 total = jnp.sum(weight)
-                sync_group()
+                own.meet(of_a_group=True)
 
                 if so_far is None:  # not from 0 on, which would turn a lone -0.0 into 0.0
-                    h, after = weights[0] * piece.row(piece.first), 1
+                    h, after = weights[own.place, 0] * piece.row(piece.first), 1
                 else:
                     shrink, after = jnp.exp(so_far[1] - top), 0
                     h, total = so_far[0] * shrink, so_far[2] * shrink + total
 
                 def add(i, h):
                     keep_apart()
-                    return h + weights[i - piece.first] * piece.row(i)
+                    return h + weights[own.place, i - piece.first] * piece.row(i)
 
                 h = piece.each(add, h, after)
 
                 @pl.when(own.leads)
                 def _():
-                    saved[m, pl.ds(piece.first, P4)] = logit
-                    saved[m, pl.ds(N4 + piece.first, P4)] = rstd
+                    saved[own.number(m), pl.ds(piece.first, P4)] = logit
+                    saved[own.number(m), pl.ds(N4 + piece.first, P4)] = rstd
 
                 return h, top, total
 
             h, top, total = own.each_piece(t, 0, mix, None)
             h = h * (1 / total)
-            if scale:
-                [squares[own.warps]] = rows.sum_of_products((h, h))
-                sync()
-                h = h * jax.lax.rsqrt(total_of(squares) * (1 / D) + static.eps) * scale[0]
-            rows.store(out.at[m], h, own.first_channel, D)
+            if norm:
+                [square] = rows.sum_of_products((h, h))
+                own.put_total(squares, square)
+                own.meet()
+                h = h * jax.lax.rsqrt(own.total_of(squares) * (1 / D) + static.eps) * vector(1)
+            rows.store(out.at[m], h, own.first_channel, width)
 
             @pl.when(own.leads)
             def _():
                 lse = top + jnp.log(total)
-                lses[m] = lse
-                saved[m, 2 * N4] = lse
+                lses[own.number(m)] = lse
+                saved[own.number(m), 2 * N4] = lse
 
             own.leave_token(t)
 
         own.each_token(token, None)
 
-    outs = like(first, (M, D), first.dtype), like(first, (M,), F32), like(first, (M, saved_numbers(N)), F32)
+    outs = (
+        like(first, (M // own_tokens, width), first.dtype),
+        like(first, (M,), F32),
+        like(first, (M, saved_numbers(N)), F32),
+    )
     P4, wide = four(plan.piece), WARPS * plan.groups
     scratch = dict(
         ring=plgpu.SMEM((plan.slots * plan.together, plan.padded), first.dtype),
         arrived=plgpu.Barrier(num_barriers=plan.slots, num_arrivals=plan.together),
-        sums=plgpu.SMEM((2, P4, wide), F32),
-        weights=plgpu.SMEM((P4,), F32),
+        sums=plgpu.SMEM((2, *table_shape(plan, P4)), F32),
+        weights=plgpu.SMEM((own_tokens, P4), F32),
         squares=plgpu.SMEM((wide,), F32),
     )
-    return call(kernel, "attn_res", (*refs, *vectors, *counts), outs, scratch, plan)
+    mixture, lse, saved = call(kernel, "attn_res", (*refs, *vectors, *counts), outs, scratch, plan)
+    return mixture.reshape(M, D), lse, saved
 
 
 def saved_numbers(N: int) -> int:
@@ -124,6 +132,6 @@ def like(x, shape, dtype):
 
 def _plan(M, D, N, dtype, extras: int) -> Plan:
     return make_plan(
-        M, D, N, dtype, registers_per_channel=6 + 2 * extras, rows_beside=0, bytes_beside=80 * four(N) + 10240,
+        M, D, N, dtype, registers_per_channel=6 + 2 * extras, rows_beside=0, bytes_beside=96 * four(N) + 10240,
         online=True,
     )  # fmt: skip

@@ -9,9 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from .plan import Plan
-from .rows import EVERYWHERE, WARPS, sync
+from .rows import EVERYWHERE, WARPS, apart, store_own, sync, sync_group, table, total_of, warp_number
 
-__all__ = ["IN_BOUNDS", "Piece", "Ring", "call", "four"]
+__all__ = ["IN_BOUNDS", "Piece", "Ring", "call", "four", "in_rows", "table_shape", "vectors_in_rows"]
 
 # One plain copy of a whole row, for which no tensor map is made.
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -25,7 +25,8 @@ class Ring:
     Pieces of a token's sources are visited in a fixed order, `passes` times over if there are several. The sources of a
     visit are fetched `together` at a time, as an item: item n of the program lies in rows together * (n % slots) and on
     of `ring` [slots * together, padded], once barrier n % slots of `arrived` has turned. sources are refs [M, D], or
-    one ref [N, M, D]; of them count[0] are live, or all.
+    one ref [N, M, D]; of them count[0] are live, or all. Where a row is four tokens, M counts rows, D is the width of
+    one, `place` says which of the four is the thread's own, and `number(m)` which of all tokens.
     """
 
     def __init__(self, plan: Plan, sources: Sequence, count, ring, arrived, *, N: int, D: int, passes: int):
@@ -40,6 +41,7 @@ class Ring:
         self.tokens = (self.M - self.program + plan.programs - 1) // plan.programs
         self.live = None if count is None else jnp.clip(count[0], 0, N)
         self.leads = self.group == 0
+        self.place = 0 if plan.tokens == 1 else warp_number()
         self.first_channel = self.group * plan.rows.channels
         self.channels = pl.ds(self.first_channel, plan.rows.channels)
         self.warps = pl.ds(self.group * WARPS, WARPS)
@@ -61,6 +63,44 @@ class Ring:
 
     def token(self, t):
         return self.program + t * self.plan.programs
+
+    def number(self, m):
+        return m if self.plan.tokens == 1 else m * self.plan.tokens + self.place
+
+    def meet(self, of_a_group: bool = False):
+        """All threads that share a token have come here, and see each other's stores."""
+        (apart if self.plan.tokens > 1 else sync_group if of_a_group else sync)()
+
+    def vectors(self, refs) -> Callable:
+        """Of refs [padded], number i as a row: kept in registers, unless a thread has so many channels of a token that
+        it rather reads them anew."""
+        rows, keep = self.plan.rows, self.plan.tokens == 1
+        kept = [rows.load(ref.at[self.channels]) for ref in refs if keep]
+        return lambda i: kept[i] if keep else rows.load(refs[i].at[self.channels])
+
+    def put(self, ref, i, per_warp):
+        """Source i's numbers, of all warps, into ref [four(N), warps], or [tokens, four(N)]: see `table_shape`."""
+        if self.plan.tokens == 1:
+            ref[i, self.warps] = per_warp
+        else:
+            store_own(ref.at[self.place, pl.ds(i, 1)], per_warp)
+
+    def table(self, ref, size: int):
+        """What was put there for the first `size` sources [size], summed over a token's warps, in every thread."""
+        if self.plan.tokens == 1:
+            return table(ref.at[pl.ds(0, size)])
+        return plgpu.load(ref.at[self.place, pl.ds(0, size)], layout=EVERYWHERE, optimized=False)
+
+    def put_total(self, ref, per_warp):
+        """The numbers of all warps into ref [warps]."""
+        if self.plan.tokens == 1:
+            ref[self.warps] = per_warp
+        else:
+            store_own(ref.at[pl.ds(self.place, 1)], per_warp)
+
+    def total_of(self, ref):
+        """Of ref [warps] the sum over a token's warps."""
+        return total_of(ref) if self.plan.tokens == 1 else ref[self.place]
 
     def each_piece(self, t, number: int, body: Callable, carry):
         """Pass `number` over token t: body(piece, carry) for each piece, which is left behind if there are several."""
@@ -205,6 +245,23 @@ class Piece:
 
     def _wait(self, item):
         plgpu.barrier_wait(self.ring.arrived.at[self.ring.slot(self.t, self.ring.first_items[self.visit] + item)])
+
+
+def table_shape(plan: Plan, size: int) -> tuple[int, int]:
+    """Of shared memory for one number per source and warp."""
+    return (size, WARPS * plan.groups) if plan.tokens == 1 else (plan.tokens, size)
+
+
+def in_rows(plan: Plan, tree):
+    """Arrays [..., M, D] as the kernels' rows."""
+    t = plan.tokens
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:-2], x.shape[-2] // t, x.shape[-1] * t), tree)
+
+
+def vectors_in_rows(plan: Plan, vectors):
+    """Arrays [D] as long as a row in shared memory."""
+    repeated = [jnp.tile(x, plan.tokens) for x in vectors]
+    return [jnp.pad(x, (0, plan.padded - x.size)) for x in repeated]
 
 
 def four(n: int) -> int:

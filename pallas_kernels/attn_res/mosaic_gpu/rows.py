@@ -3,6 +3,9 @@
 A row [C] lies over a warpgroup: words of `vector` channels, one after the other over its 128 threads. A sum over
 channels ends in four numbers, one per warp; they meet in shared memory, from which every thread reads those of all
 sources and computes what follows for itself.
+
+Of tokens with few channels four make one row, each of them one warp's. A sum over a token's channels then is that
+warp's number, and warps need not meet. Scalars and small arrays that are "in every thread" are those of its own token.
 """
 
 import functools
@@ -16,7 +19,10 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
-__all__ = ["EVERYWHERE", "THREADS", "WARPS", "Rows", "apart", "everywhere", "sync", "sync_group", "table", "total_of"]
+__all__ = [
+    "EVERYWHERE", "THREADS", "WARPS", "Rows", "apart", "everywhere", "store_own", "sync", "sync_group", "table",
+    "total_of", "warp_number",
+]  # fmt: skip
 
 THREADS, WARPS = 128, 4  # of a warpgroup
 F32 = jnp.float32
@@ -34,9 +40,15 @@ class Rows(NamedTuple):
     channels: int  # of a warpgroup, a multiple of 128 * vector
     vector: int
     dtype: jnp.dtype  # of the sources
+    tokens: int = 1  # of a row: 1 or WARPS
 
     @property
     def layout(self):
+        if self.tokens > 1:
+            return plgpu.Layout.TILED(
+                plgpu.Tiling(((self.channels,), (self.channels // WARPS,), (32 * self.vector,), (self.vector,))),
+                warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1,
+            )  # fmt: skip
         return plgpu.Layout.TILED(
             plgpu.Tiling(((THREADS * self.vector,), (32 * self.vector,), (self.vector,))),
             warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1,
@@ -162,9 +174,13 @@ class Rows(NamedTuple):
         [[start]] = first.registers.reshape(1, 1)
         start = arith.index_cast(index, vector.extract(start, [], [0]))
         thread = arith.remui(utils.thread_idx(), utils.c(THREADS, ir.IntegerType.get_signless(32)))
-        own = arith.muli(arith.index_cast(index, thread), utils.c(self.vector, index))
-        tile = THREADS * self.vector
-        for j in range(self.channels // tile):
+        thread = arith.index_cast(index, thread)
+        own, tile = arith.muli(thread, utils.c(self.vector, index)), THREADS * self.vector
+        if self.tokens > 1:  # threads of a warp lie together, and so do the words of all warps in `own`
+            tile //= WARPS
+            warp = arith.divui(thread, utils.c(32, index))
+            own = arith.addi(own, arith.muli(warp, utils.c(self.channels // WARPS - tile, index)))
+        for j in range(self.channels // (THREADS * self.vector)):
             at = arith.addi(arith.addi(start, own), utils.c(j * tile, index))
             yield (
                 at,
@@ -187,6 +203,27 @@ def total_of(ref):
     """The sum of a few numbers."""
     numbers = [ref[i] for i in range(ref.shape[0])]
     return functools.reduce(lambda x, y: x + y, numbers)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _PER_WARP))
+def store_own(ctx, ref, per_warp):
+    """Of per_warp [4] the warp's own number into ref [1], which is another place for each warp."""
+    [word] = per_warp.registers.flat
+    vector.store(word, ref, [utils.c(0, ir.IndexType.get())])
+
+
+def warp_number():
+    """Of the warp in its warpgroup, a number that is not the same in all threads."""
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((4,), jnp.int32, layout=EVERYWHERE))
+    def number(ctx):
+        i32, layout = ir.IntegerType.get_signless(32), EVERYWHERE.to_mgpu()
+        warp = arith.remui(arith.divui(utils.thread_idx(), utils.c(32, i32)), utils.c(WARPS, i32))
+        one = ir.VectorType.get((1,), i32)
+        words = [vector.broadcast(one, x) for x in (warp, *[utils.c(0, i32)] * 3)]
+        return _array(words, layout.registers_shape((4,)), layout, is_signed=True)
+
+    return jnp.sum(number())
 
 
 @plgpu.inline_mgpu()
@@ -230,7 +267,7 @@ def _fold(word):
     return numbers[0]
 
 
-def _array(registers, shape, layout):
+def _array(registers, shape, layout, is_signed=None):
     packed = np.empty(len(registers), dtype=object)
     packed[:] = registers
-    return fragments.FragmentedArray(_registers=packed.reshape(shape), _layout=layout, _is_signed=None)
+    return fragments.FragmentedArray(_registers=packed.reshape(shape), _layout=layout, _is_signed=is_signed)
