@@ -78,6 +78,7 @@ def machine(monkeypatch):
                 monkeypatch.setattr(module, name, function)
     monkeypatch.setattr(rows.Rows, "layout", None)
     monkeypatch.setattr(rows.Rows, "load", lambda self, ref: jnp.asarray(ref[...], jnp.float32))
+    monkeypatch.setattr(rows.Rows, "load_vector", lambda self, ref: jnp.asarray(ref[...]))
     part = lambda self, ref, first, size: jnp.pad(ref[...], (0, self.channels))[int(first) :][: self.channels]  # noqa: E731
     monkeypatch.setattr(rows.Rows, "load_part", part)
     monkeypatch.setattr(rows.Rows, "wide", lambda self, x: x.astype(jnp.float32))

@@ -72,7 +72,7 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
                 copy(saved_ref.at[m], numbers.at[place])
 
         def token(t, m, sums_of_tokens):
-            place = t % AHEAD
+            place, lse_bar = t % AHEAD, lse_bar_ref[own.number(m)]
             plgpu.barrier_wait(beside.at[place])
             g = rows.load(cotangents.at[place, own.channels])
             saved_at = lambda n: numbers.at[place, pl.ds(own.place * S + n, N4)]  # noqa: E731
@@ -115,7 +115,7 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
                 logit_bar = jnp.zeros_like(c)
             elif own.live is not None:
                 logit_bar = logit_bar * jnp.where(own.live == 1, 0.0, 1.0)
-            product_bar = weight * (logit_bar + lse_bar_ref[own.number(m)]) * rstd
+            product_bar = weight * (logit_bar + lse_bar) * rstd
             weights[1, own.place] = product_bar
             weights[2, own.place] = product_bar * rstd * logit * (1 / D)
 

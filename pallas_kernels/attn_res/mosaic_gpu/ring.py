@@ -25,8 +25,9 @@ class Ring:
     Pieces of a token's sources are visited in a fixed order, `passes` times over if there are several. The sources of a
     visit are fetched `together` at a time, as an item: item n of the program lies in rows together * (n % slots) and on
     of `ring` [slots * together, padded], once barrier n % slots of `arrived` has turned. sources are refs [M, D], or
-    one ref [N, M, D]; of them count[0] are live, or all. Where a row is four tokens, M counts rows, D is the width of
-    one, `place` says which of the four is the thread's own, and `number(m)` which of all tokens.
+    one ref [N, M, D]; of them count[0] are live, or all. Where one piece holds all sources, each an item, the dead ones
+    are none. Where a row is four tokens, M counts rows, D is the width of one, `place` says which of the four is the
+    thread's own, and `number(m)` which of all tokens.
     """
 
     def __init__(self, plan: Plan, sources: Sequence, count, ring, arrived, *, N: int, D: int, passes: int):
@@ -40,6 +41,8 @@ class Ring:
         self.M, self.is_buffer = sources[0].shape[-2], len(sources[0].shape) == 3
         self.tokens = (self.M - self.program + plan.programs - 1) // plan.programs
         self.live = None if count is None else jnp.clip(count[0], 0, N)
+        self.by_live = self.live is not None and not self.in_pieces and plan.together == 1
+        self.items = jnp.maximum(self.live, 1) if self.by_live else self.first_items[-1]  # of a token
         self.leads = self.group == 0
         self.place = 0 if plan.tokens == 1 else warp_number()
         self.first_channel = self.group * plan.rows.channels
@@ -54,8 +57,17 @@ class Ring:
                     ref[i, self.channels] = self.plan.rows.zeros().astype(ref.dtype)
             plgpu.commit_smem()
             sync()
-        for item in range(self.plan.slots):
-            self._fetch(0, item)
+        if not self.by_live:
+            for item in range(self.plan.slots):
+                self._fetch(0, item)
+            return
+
+        def token(t, _):
+            for i in range(self.N):
+                item = t * self.items + i
+                pl.when(item < self.plan.slots)(partial(self._fetch_live, t, i, item))
+
+        jax.lax.fori_loop(0, (self.plan.slots + self.items - 1) // self.items, token, None)
 
     def each_token(self, body: Callable, carry):
         """body(t, m, carry) for the program's token number t, which is token m of all."""
@@ -72,11 +84,11 @@ class Ring:
         (apart if self.plan.tokens > 1 else sync_group if of_a_group else sync)()
 
     def vectors(self, refs) -> Callable:
-        """Of refs [padded], number i as a row: kept in registers, unless a thread has so many channels of a token that
-        it rather reads them anew."""
+        """Of refs as long as a token, number i as a row: kept in registers, unless a thread has so many of a token's
+        channels that it rather reads them anew."""
         rows, keep = self.plan.rows, self.plan.tokens == 1
-        kept = [rows.load(ref.at[self.channels]) for ref in refs if keep]
-        return lambda i: kept[i] if keep else rows.load(refs[i].at[self.channels])
+        kept = [rows.load_vector(ref.at[self.channels]) for ref in refs if keep]
+        return lambda i: kept[i] if keep else rows.load_vector(refs[i])
 
     def put(self, ref, i, per_warp):
         """Source i's numbers, of all warps, into ref [four(N), warps], or [tokens, four(N)]: see `table_shape`."""
@@ -120,8 +132,28 @@ class Ring:
 
     def leave(self, piece: "Piece"):
         sync()
-        for item in range(*self.first_items[piece.visit : piece.visit + 2]):
-            self._fetch(piece.t, self.plan.slots + item)
+        if not self.by_live:
+            for item in range(*self.first_items[piece.visit : piece.visit + 2]):
+                self._fetch(piece.t, self.plan.slots + item)
+            return
+        # Into the place of this token's item n comes the item `slots` later. That of source i, of a token that is
+        # `later` ones away, is the one whose n is between 0 and the number of live sources.
+        full, rest = self.plan.slots // self.items, self.plan.slots % self.items
+        for i in range(self.N):
+            later = jnp.where(i < rest, full + 1, full)
+            n = later * self.items + i - self.plan.slots
+            self._fetch_live(piece.t + later, i, piece.t * self.items + n)
+
+    def _fetch_live(self, t, i, item):
+        """Source i of token t, if there are such, as the program's item number `item`, or some whole turns earlier."""
+        m, slot = self.token(t), item % self.plan.slots
+
+        @pl.when(self.leads & (i < self.live) & (m < self.M))
+        def _():
+            channels = pl.ds(0, self.D)
+            source = self.place_of(self.sources, i, m).at[channels]
+            target = self.ring.at[slot, channels]
+            plgpu.copy_gmem_to_smem(source, target, self.arrived.at[slot], oob_mode=IN_BOUNDS)
 
     def place_of(self, refs, i, m):
         """Source i of token m, in refs laid out as the sources."""
@@ -135,7 +167,7 @@ class Ring:
         return (i + first < end) & (i < count)
 
     def slot(self, t, item):
-        return (t * self.first_items[-1] + item) % self.plan.slots
+        return (t * self.items + item) % self.plan.slots
 
     def _fetch(self, t, item):
         """Item number `item`, a Python int, from token t on."""
@@ -186,7 +218,8 @@ class Piece:
             return body(i, carry)
 
         first = self.first + after
-        unrolled = self.ring.N <= UNROLLED and not (self.live is not None and self.ring.plan.one_by_one)
+        plan = self.ring.plan
+        unrolled = self.ring.N <= UNROLLED and (self.live is None or not plan.one_by_one)
         if unrolled:
             for i in range(first, self.end):
                 if self.live is None or carry is None:  # all at once is faster than as many as are live
@@ -197,9 +230,11 @@ class Piece:
                 carry = jax.lax.cond(i < self.live, partial(body, i), lambda carry: carry, carry)
         else:
             carry = jax.lax.fori_loop(first, self.end if self.live is None else self.live, with_wait, carry)
-        if self.fresh and self.live is not None and not unrolled:  # a barrier is waited for at every turn
-            reached = (self.live - self.first + self.ring.plan.together - 1) // self.ring.plan.together
-            items = -(-self.size // self.ring.plan.together)
+        if (
+            self.fresh and self.live is not None and not (unrolled or self.ring.by_live)
+        ):  # a barrier is waited for at every turn
+            reached = (self.live - self.first + plan.together - 1) // plan.together
+            items = -(-self.size // plan.together)
             jax.lax.fori_loop(reached, items, lambda item, _: self._wait(item), None)
         self.fresh = False
         return carry
@@ -235,7 +270,9 @@ class Piece:
 
     def _wait_for(self, i):
         item, place = self._place(i)
-        if isinstance(i, int):
+        if self.ring.by_live:
+            pl.when(i < self.ring.live)(lambda: self._wait(item))
+        elif isinstance(i, int):
             if place == 0:
                 self._wait(item)
         elif self.ring.plan.together == 1:
@@ -259,9 +296,8 @@ def in_rows(plan: Plan, tree):
 
 
 def vectors_in_rows(plan: Plan, vectors):
-    """Arrays [D] as long as a row in shared memory."""
-    repeated = [jnp.tile(x, plan.tokens) for x in vectors]
-    return [jnp.pad(x, (0, plan.padded - x.size)) for x in repeated]
+    """Arrays [D] as long as a token in shared memory."""
+    return [jnp.pad(x, (0, plan.padded // plan.tokens - x.size)) for x in vectors]
 
 
 def four(n: int) -> int:

@@ -20,8 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 __all__ = [
-    "EVERYWHERE", "THREADS", "WARPS", "Rows", "apart", "everywhere", "store_own", "sync", "sync_group", "table",
-    "total_of", "warp_number",
+    "EVERYWHERE", "THREADS", "WARPS", "Rows", "apart", "everywhere", "store_own", "sync", "sync_group",
+    "table", "total_of", "warp_number",
 ]  # fmt: skip
 
 THREADS, WARPS = 128, 4  # of a warpgroup
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     @property
     def layout(self):
-        if self.tokens > 1:
+        if self.tokens > 1 and self.channels > THREADS * self.vector:
             return plgpu.Layout.TILED(
                 plgpu.Tiling(((self.channels,), (self.channels // WARPS,), (32 * self.vector,), (self.vector,))),
                 warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1,
@@ -57,6 +57,20 @@ class Rows(NamedTuple):
     def load(self, ref):
         """In float32."""
         return self.wide(plgpu.load(ref, layout=self.layout, optimized=False))
+
+    def load_vector(self, ref):
+        """From ref [channels / tokens] what stands beside each token of a row, in float32."""
+        if self.tokens == 1:
+            return self.load(ref)
+        words = plgpu.Tiling(((32 * self.vector,), (self.vector,)))
+        layout = plgpu.Layout.TILED(words, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1)
+
+        @plgpu.inline_mgpu(arg_types=(layout,), return_type=self._value())
+        def beside_each(ctx, x):
+            own = self.layout.to_mgpu()
+            return _array([*x.registers.flat], own.registers_shape((self.channels,)), own)
+
+        return beside_each(plgpu.load(ref, layout=layout, optimized=False))
 
     def wide(self, x):
         """x in float32."""
