@@ -362,8 +362,10 @@ def _put_row_forward(replayed, bank, row, index):
 
 
 def _put_row_backward(replayed, index, bank_bar):
+    # The old row's cotangent is 0, but rows from `index` on are dead before: nobody reads what stays in their place,
+    # and clearing it would read and write the whole bank.
     row_bar = reduce(jnp.add, [jnp.where(index == i, bar, 0) for i, bar in enumerate(bank_bar)])
-    return tuple(jnp.where(index == i, 0, bar) for i, bar in enumerate(bank_bar)), row_bar, None
+    return bank_bar, row_bar, None
 
 
 _put_row.defvjp(_put_row_forward, _put_row_backward)
