@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.latents import attend_latents, latent_backend
+
 from .parameters import at_least_float32
 
 LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 32, 2**22
@@ -94,6 +96,11 @@ def attend(
     if folded:
         q_nope = product("BTNH,CNH->BTNC", q_nope, w_key_CNH, dtype)
     size = block_size(q_BTNH.shape[0] * T, L)
+    if folded and size < L and latent_backend(q_nope, q_rope, cache.latent, cache.k_rope) == "mosaic_gpu":
+        group = getattr(cache, "group", None)
+        slots = cache.latent, cache.k_rope, cache.length
+        o = attend_latents(q_nope, q_rope, *slots, position_BT, scale=scale, group=group)
+        return product("BTNC,CNV->BTNV", o, w_value_CNV, dtype)
 
     def block(index):
         """(maximum, sum, weighted values) of the softmax over one block of slots."""
