@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.latents import attend_latents, latent_backend
 
+from .latent_pieces import attend_piece, serves_piece
 from .parameters import at_least_float32
 
 LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 32, 2**22
@@ -75,6 +76,7 @@ def attend(
     q_BTNH: jax.Array,
     kv_b_CNX: jax.Array,
     cache: MLACache | StackedMLACache,
+    own: tuple[jax.Array, jax.Array],
     position_BT: jax.Array,
     scale: float,
 ) -> jax.Array:
@@ -85,9 +87,15 @@ def attend(
     """
     dtype, wide = q_BTNH.dtype, at_least_float32(q_BTNH.dtype)
     precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    T, L, nope = q_BTNH.shape[1], cache.latent.shape[-2], q_BTNH.shape[-1] - cache.k_rope.shape[-1]
-    folded = folds(T, kv_b_CNX.shape[0], kv_b_CNX.shape[2])
+    (B, T), L, nope = q_BTNH.shape[:2], cache.latent.shape[-2], q_BTNH.shape[-1] - cache.k_rope.shape[-1]
+    folded, size = folds(T, kv_b_CNX.shape[0], kv_b_CNX.shape[2]), block_size(B * T, L)
     w_key_CNH, w_value_CNV = kv_b_CNX[..., :nope], kv_b_CNX[..., nope:]
+
+    def read(start, size):
+        return [_read(x, cache, start, size).astype(dtype) for x in (cache.latent, cache.k_rope)]
+
+    if not folded and size < L and serves_piece(q_BTNH):
+        return attend_piece(q_BTNH, kv_b_CNX, own, read, position_BT[:, 0], L, scale)
 
     def product(spec, x, y, out=wide):
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide).astype(out)
@@ -95,7 +103,6 @@ def attend(
     q_nope, q_rope = q_BTNH[..., :nope], q_BTNH[..., nope:]
     if folded:
         q_nope = product("BTNH,CNH->BTNC", q_nope, w_key_CNH, dtype)
-    size = block_size(q_BTNH.shape[0] * T, L)
     if folded and size < L and latent_backend(q_nope, q_rope, cache.latent, cache.k_rope) == "mosaic_gpu":
         group = getattr(cache, "group", None)
         slots = cache.latent, cache.k_rope, cache.length
@@ -105,7 +112,7 @@ def attend(
     def block(index):
         """(maximum, sum, weighted values) of the softmax over one block of slots."""
         start = jnp.minimum(index * size, L - size)  # the last block overlaps the one before it
-        latent, k_rope = (_read(x, cache, start, size).astype(dtype) for x in (cache.latent, cache.k_rope))
+        latent, k_rope = read(start, size)
         if folded:
             scores = product("BTNC,BSC->BNTS", q_nope, latent)
         else:

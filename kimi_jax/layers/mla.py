@@ -121,10 +121,11 @@ class MLA(nnx.Module):
 
     def _attend_cache(self, x_BTD, ids, cache):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
-        cache, position_BT = append(cache, *self._latents(x_BTD), ids)
+        own = self._latents(x_BTD)
+        cache, position_BT = append(cache, *own, ids)
         kv_b = gathered(self.kv_b[...].astype(self.dtype), logical_axes(self.kv_b))
         kv_b_CNX = kv_b.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_dim + self.v_dim)
-        o = attend(self._queries(x_BTD), kv_b_CNX, cache, position_BT, self.scale)
+        o = attend(self._queries(x_BTD), kv_b_CNX, cache, own, position_BT, self.scale)
         y_BTD = self._output(x_BTD, o, ids)
         return jnp.where((cache.length > cache.latent.shape[-2])[:, None, None], jnp.nan, y_BTD), cache
 

@@ -1,5 +1,6 @@
 """Attention over cached latents: block by block, folded or expanded, in place."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.layers import MLACache, latents
+from kimi_jax.layers import MLACache, latent_pieces, latents
+from kimi_jax.layers.latent_pieces import attend_piece
 from kimi_jax.layers.latents import StackedMLACache, append, attend, block_size, folds
 from tests.kimi_jax.layers.layer_support import inputs
 from tests.support import F32_FORWARD, assert_close, equations
@@ -66,7 +68,7 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
     @jax.jit
     def run(cache):
         cache, position = append(cache, *new, ids)
-        return attend(q, kv_b, cache, position, 0.7), cache, position
+        return attend(q, kv_b, cache, new, position, 0.7), cache, position
 
     o, cache, position = run(before)
     if case.stacked:
@@ -85,6 +87,31 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
         assert_close(o[row, valid], expected[valid], F32_FORWARD, f"row {row}")
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "expanded" in case.name], ids=lambda case: case.name)
+def test_a_piece_by_parts_that_are_merged(case, monkeypatch):
+    """What cuDNN does on a GPU, by XLA: blocks of 16 slots, the last of 29 moved, none visible to the first row."""
+    monkeypatch.setattr(latents, "LEAST_BLOCK", 8)
+    monkeypatch.setattr(latent_pieces, "LEAST_SLOTS", 8)
+    monkeypatch.setattr(latent_pieces, "MOST_SLOTS", 16 * B)
+    monkeypatch.setattr(latents, "serves_piece", lambda q: True)
+    monkeypatch.setattr(latents, "attend_piece", partial(attend_piece, implementation="xla"))
+    lengths = np.array([0, 19, 11])
+    q, kv_b = inputs(B, case.T, N, NOPE + R), inputs(C, N, NOPE + V, seed=2)
+    new = inputs(B, case.T, C, seed=3), inputs(B, case.T, R, seed=4)
+    before = cache_of(case)._replace(length=jnp.asarray(lengths))
+
+    @jax.jit
+    def run(cache):
+        cache, position = append(cache, *new, None)
+        return attend(q, kv_b, cache, new, position, 0.7), cache, position
+
+    o, cache, position = run(before)
+    latent, k_rope = (x[1] if case.stacked else x for x in cache[:2])
+    for row in range(B):
+        expected = by_hand(q[row], kv_b, latent[row], k_rope[row], np.asarray(position[row]), 0.7)
+        assert_close(o[row], expected, F32_FORWARD, f"row {row}")
+
+
 def test_few_queries_never_expand_the_context():
     """Of the 48B's sizes, with fewer heads: a step of one token makes nothing as large as the keys of all slots."""
     rank, width, L = 512, 256, 4096
@@ -97,6 +124,7 @@ def test_few_queries_never_expand_the_context():
             jax.ShapeDtypeStruct((1, T, 8, 128 + 64), jnp.bfloat16),
             jax.ShapeDtypeStruct((rank, 8, width), jnp.bfloat16),
             cache,
+            tuple(jax.ShapeDtypeStruct((1, T, x), jnp.bfloat16) for x in (rank, 64)),
             jax.ShapeDtypeStruct((1, T), jnp.int32),
         )
         jaxpr = jax.make_jaxpr(lambda *xs: attend(*xs, 1.0))(*arrays)
