@@ -18,7 +18,7 @@ from kimi_jax.sharding import constrain, gathered, logical_axes, project, spread
 
 from .attention import attention
 from .cache_check import check_cache
-from .latents import MLACache, StackedMLACache, append, attend
+from .latents import LEAST_BLOCK, MLACache, StackedMLACache, append, attend
 from .norms import RMSNorm
 from .padding import concrete_ids, is_concrete, left_align, merge_ids, zero_padding
 from .parameters import check_heads, weight
@@ -104,9 +104,12 @@ class MLA(nnx.Module):
         return restore(y_BTD), cache
 
     def init_cache(self, batch: int, max_len: int) -> MLACache:
-        """An empty cache with room for max_len tokens per row."""
-        latent = jnp.zeros((batch, max_len, self.kv_lora_rank), self.dtype)
-        k_rope = jnp.zeros((batch, max_len, self.qk_rope_dim), self.dtype)
+        """An empty cache with room for max_len tokens per row, and of a long one for up to seven more."""
+        return self._empty(batch, max_len if max_len <= LEAST_BLOCK else -(-max_len // 8) * 8)  # as the kernel wants it
+
+    def _empty(self, batch, slots):
+        latent = jnp.zeros((batch, slots, self.kv_lora_rank), self.dtype)
+        k_rope = jnp.zeros((batch, slots, self.qk_rope_dim), self.dtype)
         return MLACache(
             latent=constrain(latent, "batch", None, None),
             k_rope=constrain(k_rope, "batch", None, None),
@@ -133,7 +136,7 @@ class MLA(nnx.Module):
         if isinstance(cache, StackedMLACache):
             cache = jax.eval_shape(lambda cache: MLACache(cache.latent[0], cache.k_rope[0], cache.length), cache)
         slots = cache.latent.shape[1] if isinstance(cache, MLACache) and cache.latent.ndim > 1 else 1
-        check_cache(cache, jax.eval_shape(lambda: self.init_cache(batch, slots)))
+        check_cache(cache, jax.eval_shape(lambda: self._empty(batch, slots)))
 
     def _queries(self, x_BTD):
         if self.q_lora_rank is None:

@@ -11,6 +11,7 @@ from ..machine import Target, choose, hopper_limits
 __all__ = ["attend_latents", "latent_backend"]
 
 CHANNELS, MOST_CHANNELS = 64, 512  # of a latent: a multiple of these, and as many as the kernel's registers hold
+LEAST_SLOTS, ROWS = 64, 8  # of a cache: a tile, and a multiple of these, which the copy engine wants
 
 
 def attend_latents(
@@ -74,8 +75,8 @@ def _limits(arrays, machine: Target) -> str | None:
     if C % CHANNELS or not 0 < C <= MOST_CHANNELS or R != CHANNELS:
         wanted = f"C is a multiple of {CHANNELS}, at most {MOST_CHANNELS}, and R is {CHANNELS}"
         return f"latents have C = {C} and R = {R} channels and the kernel's {wanted}"
-    if L < CHANNELS:
-        return f"the cache has {L} slots and the kernel reads {CHANNELS} at a time"
+    if L < LEAST_SLOTS or L % ROWS:
+        return f"the cache has {L} slots and the kernel's have a multiple of {ROWS}, at least {LEAST_SLOTS}"
     mesh = jax.sharding.get_abstract_mesh()
     cut = [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]
     if cut:
