@@ -2,8 +2,9 @@
 
 A decode step is bound by memory, so it reads what it must and nothing twice:
 
-* Only live slots, block by block up to the longest row, with a running softmax. Neither the scores of all slots nor
-  their keys and values ever stand in memory together.
+* Only live slots, with a running softmax: neither the scores of all slots nor their keys and values ever stand in
+  memory together. On NVIDIA Hopper few queries have a kernel (`pallas_kernels.latents`); many have cuDNN
+  (`latent_pieces`), on one NVIDIA GPU. Everything else goes block by block up to the longest row.
 * Without expansion where that is cheaper: with W_kvb = (W_k, W_v) per head, q (latent W_k)^T = (q W_k^T) latent^T, and
   weights (latent W_v) = (weights latent) W_v. All heads then read the one latent as both key and value. Per query and
   slot that costs 2 kv_lora instead of nope + v products; expanding costs kv_lora (nope + v) per slot. So few queries
@@ -15,12 +16,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kimi_jax.sharding import on_shards
 from pallas_kernels.latents import attend_latents, latent_backend
 
 from .latent_pieces import attend_piece, serves_piece
 from .parameters import at_least_float32
 
-LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 32, 2**22
+LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 8, 2**22
 
 
 class MLACache(NamedTuple):
@@ -82,8 +84,9 @@ def attend(
 ) -> jax.Array:
     """Attention of each query over the slots up to its position -> [B, T, N, v]; the softmax is at least float32.
 
-    q [B, T, N, nope + rope]; kv_b [kv_lora, N, nope + v] in the same dtype. Where the cache is longer than one block
-    there is no reverse mode: the number of blocks is known at run time only.
+    q [B, T, N, nope + rope]; kv_b [kv_lora, N, nope + v] in the same dtype; own: the T latents and key slices that have
+    just been appended. Where the cache is longer than one block there is no reverse mode: the number of blocks is known
+    at run time only, and kernels have none.
     """
     dtype, wide = q_BTNH.dtype, at_least_float32(q_BTNH.dtype)
     precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
@@ -104,9 +107,7 @@ def attend(
     if folded:
         q_nope = product("BTNH,CNH->BTNC", q_nope, w_key_CNH, dtype)
     if folded and size < L and latent_backend(q_nope, q_rope, cache.latent, cache.k_rope) == "mosaic_gpu":
-        group = getattr(cache, "group", None)
-        slots = cache.latent, cache.k_rope, cache.length
-        o = attend_latents(q_nope, q_rope, *slots, position_BT, scale=scale, group=group)
+        o = _by_kernel(q_nope, q_rope, cache, position_BT, scale)
         return product("BTNC,CNV->BTNV", o, w_value_CNV, dtype)
 
     def block(index):
@@ -145,9 +146,23 @@ def folds(T: int, kv_lora: int, kv_width: int) -> bool:
 
 
 def block_size(queries: int, L: int) -> int:
-    """Slots per block, for the queries of all rows: few blocks for few queries, since each costs launches; few scores
-    at once for many."""
+    """Slots per block, for the queries of all rows: few blocks for few queries, since each costs launches and, on a
+    GPU, a word with its host; few scores at once for many."""
     return min(L, max(LEAST_BLOCK, min(L // MOST_BLOCKS, MOST_SCORES // queries)))
+
+
+def _by_kernel(q_BTNC, q_rope_BTNR, cache, position_BT, scale):
+    """`attend_latents`, every device with its own rows and heads; a stack of caches is read in place."""
+
+    def run(q, q_rope, latent, k_rope, length, position, group=None):
+        return attend_latents(q, q_rope, latent, k_rope, length, position, scale=scale, group=group)
+
+    arrays = [q_BTNC, q_rope_BTNR, cache.latent, cache.k_rope, cache.length, position_BT]
+    queries, slots = ("batch", None, "heads", None), ("batch", None, None)
+    if isinstance(cache, StackedMLACache):
+        arrays, slots = [*arrays, cache.group], (None, *slots)
+    names = [queries, queries, slots, slots, ("batch",), ("batch", None), ()]
+    return on_shards(run, arrays, names[: len(arrays)])
 
 
 def _merge(one, other):

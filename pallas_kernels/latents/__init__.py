@@ -42,8 +42,7 @@ def attend_latents(
     Returns `[B, T, N, C]` in bfloat16. It has no gradient. Raises NotImplementedError, saying why, for what the kernel
     cannot serve: ask `latent_backend` before.
     """
-    arrays = q_BTNC, q_rope_BTNR, latent, k_rope
-    if limit := _limits(arrays, Target("gpu")):
+    if limit := _limits((q_BTNC, q_rope_BTNR, latent, k_rope), Target("gpu")) or _cut():
         raise NotImplementedError(f"attend_latents: {limit}")
     from .decode import decode
 
@@ -57,7 +56,7 @@ def attend_latents(
 
 def latent_backend(q_BTNC, q_rope_BTNR, latent, k_rope) -> str:
     """ "mosaic_gpu" where `attend_latents` serves these arrays (or `jax.ShapeDtypeStruct`) on the device in force, else
-    "xla"."""
+    "xla". On a mesh of several devices it is to be called under `jax.shard_map`."""
     arrays = q_BTNC, q_rope_BTNR, latent, k_rope
     return choose("attention over cached latents", "auto", lambda kernels, machine: _served(arrays, kernels, machine))
 
@@ -77,8 +76,12 @@ def _limits(arrays, machine: Target) -> str | None:
         return f"latents have C = {C} and R = {R} channels and the kernel's {wanted}"
     if L < LEAST_SLOTS or L % ROWS:
         return f"the cache has {L} slots and the kernel's have a multiple of {ROWS}, at least {LEAST_SLOTS}"
-    mesh = jax.sharding.get_abstract_mesh()
-    cut = [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]
-    if cut:
-        return f"mesh axes {cut} cut the arrays and the kernel works on one device's"
     return hopper_limits(machine)
+
+
+def _cut() -> str | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]
+    return (
+        f"mesh axes {axes} may cut the arrays; call it under jax.shard_map, with rows and heads cut" if axes else None
+    )

@@ -60,11 +60,12 @@ def test_what_the_kernel_cannot_serve(sizes, says):
 
 
 def test_where_the_kernel_runs():
-    shapes = arrays()[:4]
-    assert latent_backend(*shapes) == "xla"  # on the CPU of this test
-    for mesh, backend in (({"_": 1}, "mosaic_gpu"), ({"rows": 2}, "xla")):
-        with jax.sharding.use_abstract_mesh(hopper_mesh(mesh)):
-            assert latent_backend(*shapes) == backend
+    run, shapes = program()
+    assert latent_backend(*shapes[:4]) == "xla"  # on the CPU of this test
+    with jax.sharding.use_abstract_mesh(hopper_mesh({"rows": 2})):
+        assert latent_backend(*shapes[:4]) == "mosaic_gpu"
+        with pytest.raises(NotImplementedError, match=r"\['rows'\] may cut the arrays; call it under jax.shard_map"):
+            jax.eval_shape(run, *shapes)
 
 
 def test_a_row_is_shared_by_as_many_programs_as_run_at_once():

@@ -1,5 +1,6 @@
 """Attention over cached latents: block by block, folded or expanded, in place."""
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -7,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from experiments.gpu_aot import hopper_mesh, lower_for_hopper
 from kimi_jax.layers import MLACache, latent_pieces, latents
 from kimi_jax.layers.latent_pieces import attend_piece
 from kimi_jax.layers.latents import StackedMLACache, append, attend, block_size, folds
@@ -136,8 +140,35 @@ def test_few_queries_never_expand_the_context():
     assert largest(256) >= block * 8 * 128
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}], ids=["one_device", "mesh"])
+def test_a_token_has_a_kernel_on_hopper(sizes, axis_type):
+    """Every device with its own rows and heads of a stack, read in place; float32 and a short cache have none."""
+    mesh = hopper_mesh(sizes or {"data": 1}, axis_type)
+    data, tensor = (mesh.shape.get(axis, 1) for axis in ("data", "tensor"))
+
+    def kernels(dtype="bfloat16", L=1024):
+        def array(*shape, dtype=dtype, spec=()):
+            sharding = NamedSharding(mesh, P(*(axis if axis in mesh.axis_names else None for axis in spec)))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        rows, heads = ("data",), ("data", None, "tensor")
+        slots = [array(3, 4, L, x, spec=(None, "data")) for x in (512, 64)]
+        cache = StackedMLACache(*slots, array(4, dtype="int32", spec=rows), array(dtype="int32"))
+        own = tuple(array(4, 1, x, spec=rows) for x in (512, 64))
+        q, kv_b = array(4, 1, 8, 192, spec=heads), array(512, 8, 256, spec=(None, "tensor"))
+        position = array(4, 1, dtype="int32", spec=rows)
+        run = jax.jit(lambda *xs: attend(*xs, 1.0))
+        text = lower_for_hopper(run, q, kv_b, cache, own, position, mesh=mesh).as_text()
+        return re.findall(r"@mosaic_gpu_v2\(.*", text)
+
+    (call,) = kernels()
+    assert f"tensor<3x{4 // data}x1024x512xbf16>" in call and f"tensor<{4 // data}x32x512xbf16>" in call
+    assert not kernels("float32") and not kernels(L=512)
+
+
 def test_blocks_are_few_for_a_token_and_small_for_a_piece():
-    assert block_size(1, 2**20) == 2**15
+    assert block_size(1, 2**20) == 2**17
     assert block_size(2048, 2**20) == 2048
     assert block_size(16 * 2048, 2**20) == 512
     assert block_size(1, 100) == 100
