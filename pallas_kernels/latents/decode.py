@@ -60,19 +60,19 @@ def decode(
     def kernel(*refs, **scratch):
         _kernel(*refs, **scratch, pieces=pieces, factor=scale * math.log2(math.e))
 
-    def out(*shape):
-        return jax.ShapeDtypeStruct((B, blocks, pieces, *shape, QUERIES), _F32, manual_axis_type=axes)
+    def out(dtype, *shape):
+        return jax.ShapeDtypeStruct((B, blocks, pieces, QUERIES, *shape), dtype, manual_axis_type=axes)
 
     def tile(rows, columns):
         return plgpu.SMEM((1, rows, columns), _BF16, transforms=_SMEM_TILE)
 
     sums, weight, top = plgpu.kernel(
         kernel,
-        out_type=(out(C), out(), out()),
+        out_type=(out(_BF16, C), out(_F32), out(_F32)),
         scratch_types=dict(
             q_tile=tile(QUERIES, C),
             q_rope_tile=tile(QUERIES, R),
-            latent_tile=tile(SLOTS, C),
+            latent_or_out=plgpu.RefUnion(tile(SLOTS, C), tile(QUERIES, C)),
             rope_or_p=plgpu.RefUnion(tile(SLOTS, R), tile(QUERIES, SLOTS)),
             q_arrived=plgpu.Barrier(num_arrivals=2),
             arrived=plgpu.Barrier(num_arrivals=2),
@@ -82,8 +82,7 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=QUERIES * 4 * 8 * 4),
         kernel_name="latent_decode",
     )(*operands)
-    o = _merge(sums, weight, top).astype(_BF16)
-    return jnp.swapaxes(o, 2, 3).reshape(B, -1, C)[:, :Q]
+    return _merge(sums, weight, top).astype(_BF16).reshape(B, -1, C)[:, :Q]
 
 
 def pieces_of(rows: int, L: int) -> int:
@@ -98,10 +97,11 @@ def pieces_of(rows: int, L: int) -> int:
 
 def _kernel(
     q, q_rope, latent, k_rope, numbers, length, position, sums_out, weight_out, top_out,
-    *, q_tile, q_rope_tile, latent_tile, rope_or_p, q_arrived, arrived, pieces, factor,
+    *, q_tile, q_rope_tile, latent_or_out, rope_or_p, q_arrived, arrived, pieces, factor,
 ):  # fmt: skip
     row, piece, block = (jax.lax.axis_index(name) for name in ("row", "piece", "block"))
-    C, L = latent_tile.shape[-1], latent.shape[-2]
+    C, L = latent.shape[-1], latent.shape[-2]
+    latent_tile, out_tile = latent_or_out
     rope_tile, p_tile = rope_or_p  # the weights lie where the keys' slices were, once these are used
     tiles = (jnp.clip(length[row], 0, L) + SLOTS - 1) // SLOTS
     share = (tiles + pieces - 1) // pieces
@@ -159,16 +159,19 @@ def _kernel(
         plgpu.layout_cast(jnp.full(QUERIES, LOWEST, _F32), _WGMMA.reduce(0)),
     )
     sums, weight, top = jax.lax.fori_loop(first, end, one, nothing)
-    sums_out[row, block, piece] = sums
     weight_out[row, block, piece] = jnp.sum(weight, axis=0)
     top_out[row, block, piece] = top
+    out_tile.at[0].transpose((1, 0))[...] = plgpu.layout_cast(sums.astype(_BF16), _WGMMA)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_tile.at[0], sums_out.at[row, block, piece])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _merge(sums, weight, top):
-    """The softmax's result [B, blocks, C, queries] from pieces [B, blocks, pieces, ...]; 0 where all are empty."""
+    """The softmax's result [B, blocks, queries, C] from pieces [B, blocks, pieces, ...]; 0 where all are empty."""
     share = jnp.exp2(top - jnp.max(top, axis=2, keepdims=True))
-    weight = jnp.sum(share * weight, axis=2)[:, :, None]
-    return jnp.sum(share[..., None, :] * sums, axis=2) / jnp.where(weight > 0, weight, 1)
+    weight = jnp.sum(share * weight, axis=2)[..., None]
+    return jnp.sum(share[..., None] * sums, axis=2) / jnp.where(weight > 0, weight, 1)
 
 
 def _rows(vector, count):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.latents import attend_latents
+from pallas_kernels.latents.decode import SLOTS
 from tests.support import BF16_FORWARD, assert_close
 
 BF16 = jnp.bfloat16
@@ -34,8 +35,10 @@ def problem(case: Case):
 
     queries = numbers(B, case.T, case.N, case.C), numbers(B, case.T, case.N, R)
     position = np.maximum(length[:, None] - case.T + np.arange(case.T, dtype=np.int32), 0)
-    dead = np.arange(case.L)[:, None] >= length[:, None, None]
-    cache = [jnp.where(dead, jnp.asarray(1e3, BF16), numbers(B, case.L, size)) for size in (case.C, R)]
+    # Dead slots hold a number that would show, and beyond the last live tile, which nobody has to read, none.
+    slot, live = np.arange(case.L)[:, None], length[:, None, None]
+    dead = jnp.where(slot < -(-live // SLOTS) * SLOTS, 1e3, jnp.nan).astype(BF16)
+    cache = [jnp.where(slot < live, numbers(B, case.L, size), dead) for size in (case.C, R)]
     group = None
     if case.stacked:
         cache, group = [jnp.stack([x + 1, x, x - 1]) for x in cache], jnp.int32(1)
@@ -44,7 +47,7 @@ def problem(case: Case):
 
 def by_hand(q, q_rope, latent, k_rope, length, position):
     """In float64."""
-    q, q_rope, latent, k_rope = (np.asarray(x, np.float64) for x in (q, q_rope, latent, k_rope))
+    q, q_rope, latent, k_rope = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, q_rope, latent, k_rope))
     scores = SCALE * (np.einsum("btnc,bsc->btns", q, latent) + np.einsum("btnr,bsr->btns", q_rope, k_rope))
     slot = np.arange(latent.shape[1])
     seen = (slot <= np.asarray(position)[..., None]) & (slot < np.asarray(length)[:, None, None])
