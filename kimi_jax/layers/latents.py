@@ -157,7 +157,7 @@ def _by_kernel(q_BTNC, q_rope_BTNR, cache, position_BT, scale):
     def run(q, q_rope, latent, k_rope, length, position, group=None):
         return attend_latents(q, q_rope, latent, k_rope, length, position, scale=scale, group=group)
 
-    arrays = [q_BTNC, q_rope_BTNR, cache.latent, cache.k_rope, cache.length, position_BT]
+    arrays = [q_BTNC, q_rope_BTNR, cache.latent, cache.k_rope, cache.length, position_BT.astype(jnp.int32)]
     queries, slots = ("batch", None, "heads", None), ("batch", None, None)
     if isinstance(cache, StackedMLACache):
         arrays, slots = [*arrays, cache.group], (None, *slots)

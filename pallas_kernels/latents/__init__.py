@@ -39,9 +39,13 @@ def attend_latents(
       scale: a Python number.
       group: int32 scalar, the layer.
 
-    Returns `[B, T, N, C]` in bfloat16. It has no gradient. Raises NotImplementedError, saying why, for what the kernel
-    cannot serve: ask `latent_backend` before.
+    Returns `[B, T, N, C]` in bfloat16. It has no gradient.
+
+    Raises:
+      ValueError: shapes that do not go together, lengths or positions that are not int32.
+      NotImplementedError: saying why, for what the kernel cannot serve: ask `latent_backend` before.
     """
+    _check(q_BTNC, q_rope_BTNR, latent, k_rope, length_B, position_BT, group)
     if limit := _limits((q_BTNC, q_rope_BTNR, latent, k_rope), Target("gpu")) or _cut():
         raise NotImplementedError(f"attend_latents: {limit}")
     from .decode import decode
@@ -50,7 +54,8 @@ def attend_latents(
     if group is None:
         latent, k_rope, group = latent[None], k_rope[None], jnp.int32(0)
     queries = (x.reshape(B, T * N, x.shape[-1]) for x in (q_BTNC, q_rope_BTNR))
-    o = decode(*queries, latent, k_rope, group, length_B, jnp.repeat(position_BT, N, axis=1), scale)
+    last_BQ = jnp.repeat(jnp.minimum(position_BT, length_B[:, None] - 1), N, axis=1)
+    o = decode(*queries, latent, k_rope, group, length_B, last_BQ, scale)
     return o.reshape(B, T, N, C)
 
 
@@ -59,6 +64,24 @@ def latent_backend(q_BTNC, q_rope_BTNR, latent, k_rope) -> str:
     "xla". On a mesh of several devices it is to be called under `jax.shard_map`."""
     arrays = q_BTNC, q_rope_BTNR, latent, k_rope
     return choose("attention over cached latents", "auto", lambda kernels, machine: _served(arrays, kernels, machine))
+
+
+def _check(q, q_rope, latent, k_rope, length, position, group) -> None:
+    if q.ndim != 4 or latent.ndim != (3 if group is None else 4) or not k_rope.ndim:
+        wanted = "[B, L, C]" if group is None else "[groups, B, L, C], with a group"
+        raise ValueError(f"q, latent: shapes are {q.shape}, {latent.shape}; allowed are [B, T, N, C] and {wanted}")
+    (B, T, N, C), R, stack = q.shape, k_rope.shape[-1], latent.shape[:-3]
+    L = latent.shape[-2]
+    expected = {
+        "q_rope": (q_rope, (B, T, N, R)), "latent": (latent, (*stack, B, L, C)), "k_rope": (k_rope, (*stack, B, L, R)),
+        "length": (length, (B,)), "position": (position, (B, T)),
+    }  # fmt: skip
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(f"{name}: got shape {x.shape}; allowed is {shape}")
+    for name, x in (("length", length), ("position", position)):
+        if x.dtype != jnp.int32:
+            raise ValueError(f"{name}: got {x.dtype}; allowed is int32")
 
 
 def _served(arrays, kernels: str, machine: Target) -> str | None:

@@ -52,7 +52,7 @@ def decode(
     pieces = pieces_of(B * blocks, L)
     padding = (0, 0), (0, blocks * QUERIES - Q)
     q, q_rope = (jnp.pad(x, (*padding, (0, 0))) for x in (q_BQC, q_rope_BQR))
-    numbers = jnp.stack([group, jnp.zeros_like(group)])
+    numbers = jnp.stack([group, jnp.zeros_like(group)]).astype(jnp.int32)
     operands = q, q_rope, latent_GBLC, k_rope_GBLR, numbers, length_B, jnp.pad(position_BQ, padding)
     operands = same_axes(operands)
     axes = jax.typeof(operands[0]).manual_axis_type

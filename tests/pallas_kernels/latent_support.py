@@ -34,7 +34,8 @@ def problem(case: Case):
         return jnp.asarray(r.normal(size=shape), BF16)
 
     queries = numbers(B, case.T, case.N, case.C), numbers(B, case.T, case.N, R)
-    position = np.maximum(length[:, None] - case.T + np.arange(case.T, dtype=np.int32), 0)
+    # The last token of a draft has no slot of its own: what is beyond the length is not there for it either.
+    position = np.maximum(length[:, None] - case.T + np.arange(case.T, dtype=np.int32) + (case.T > 1), 0)
     # Dead slots hold a number that would show, and beyond the last live tile, which nobody has to read, none.
     slot, live = np.arange(case.L)[:, None], length[:, None, None]
     dead = jnp.where(slot < -(-live // SLOTS) * SLOTS, 1e3, jnp.nan).astype(BF16)

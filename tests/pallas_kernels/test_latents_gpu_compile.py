@@ -59,6 +59,24 @@ def test_what_the_kernel_cannot_serve(sizes, says):
         assert latent_backend(*shapes[:4]) == "xla"
 
 
+WRONG = {
+    "rope": (1, (2, 1, 31, 64), r"q_rope: got shape \(2, 1, 31, 64\); allowed is \(2, 1, 32, 64\)"),
+    "rows": (2, (5, 3, 4104, 512), r"latent: got shape \(5, 3, 4104, 512\); allowed is \(5, 2, 4104, 512\)"),
+    "slots": (3, (5, 2, 4096, 64), r"k_rope: got shape .*4096"),
+    "stack": (2, (2, 4104, 512), r"allowed are .* and \[groups, B, L, C\], with a group"),
+    "length": (4, (3,), r"length: got shape \(3,\)"),
+    "position": (5, (2, 2), r"position: got shape \(2, 2\)"),
+}
+
+
+@pytest.mark.parametrize("which, shape, says", WRONG.values(), ids=WRONG)
+def test_shapes_that_do_not_go_together(which, shape, says):
+    run, shapes = program()
+    shapes = [jax.ShapeDtypeStruct(shape, x.dtype) if i == which else x for i, x in enumerate(shapes)]
+    with pytest.raises(ValueError, match=says):
+        jax.eval_shape(run, *shapes)
+
+
 def test_where_the_kernel_runs():
     run, shapes = program()
     assert latent_backend(*shapes[:4]) == "xla"  # on the CPU of this test
