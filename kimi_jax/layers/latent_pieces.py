@@ -4,10 +4,9 @@ Latents are expanded to keys and values, which is cheaper for many queries (`lat
 causal and come from the call; the slots before it are visible to all its queries, block by block up to the longest row.
 Each part gives its softmax's result and log-sum-exp, and parts are merged by those. No scores reach memory.
 
-cuDNN computes in float16 here. jax returns the log-sum-exp in the dtype of the queries, and in bfloat16 it would be off
-by 0.03 where it is 8 to 16, and so would be the weight of a block; in float16 by 0.004 at most, less than what the
-roundings of bfloat16 queries do to their scores. Products are as fast, and all numbers are far from float16's bounds:
-were one not, the result would not be finite.
+cuDNN computes in float16 here. jax returns the log-sum-exp in the dtype of the queries, and in bfloat16 it could be off
+by 0.03 where it is 8 to 16, and with it the weight of a block by 3 %; in float16 it is 0.004. Products are as fast, and
+numbers that float16 cannot hold, as no model has them, would become infinite and the result NaN.
 """
 
 import jax

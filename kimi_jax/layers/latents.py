@@ -200,7 +200,8 @@ def _read(slots, cache, start, size):
     if group is None:
         return jax.lax.dynamic_slice_in_dim(slots, start, size, axis=1)
     _, B, _, X = slots.shape
-    return jax.lax.dynamic_slice(slots, (group, 0, start, 0), (1, B, size, X))[0]
+    zero, start = jnp.zeros_like(group), jnp.asarray(start, group.dtype)  # one type, also where integers have 64 bits
+    return jax.lax.dynamic_slice(slots, (group, zero, start, zero), (1, B, size, X))[0]
 
 
 def _pick(stacked, group):

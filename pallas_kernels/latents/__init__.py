@@ -60,8 +60,8 @@ def attend_latents(
 
 
 def latent_backend(q_BTNC, q_rope_BTNR, latent, k_rope) -> str:
-    """ "mosaic_gpu" where `attend_latents` serves these arrays (or `jax.ShapeDtypeStruct`) on the device in force, else
-    "xla". On a mesh of several devices it is to be called under `jax.shard_map`."""
+    """What serves these arrays (or `jax.ShapeDtypeStruct`) on the device in force: "mosaic_gpu" where
+    `attend_latents` serves them, on a mesh of several devices under `jax.shard_map`; else "xla"."""
     arrays = q_BTNC, q_rope_BTNR, latent, k_rope
     return choose("attention over cached latents", "auto", lambda kernels, machine: _served(arrays, kernels, machine))
 
