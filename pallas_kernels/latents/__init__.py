@@ -90,9 +90,9 @@ def _served(arrays, kernels: str, machine: Target) -> str | None:
 
 def _limits(arrays, machine: Target) -> str | None:
     """Why the kernel cannot serve these arrays there, in a clause; None if it can."""
-    from_dtype = [x.dtype for x in arrays if x.dtype != jnp.bfloat16]
-    if from_dtype:
-        return f"an argument is {from_dtype[0]} and the kernel multiplies in 16 bits, bfloat16"
+    others = [x.dtype for x in arrays if x.dtype != jnp.bfloat16]
+    if others:
+        return f"an argument is {others[0]} and the kernel multiplies in 16 bits, bfloat16"
     C, (L, R) = arrays[0].shape[-1], arrays[3].shape[-2:]
     if C % CHANNELS or not 0 < C <= MOST_CHANNELS or R != CHANNELS:
         wanted = f"C is a multiple of {CHANNELS}, at most {MOST_CHANNELS}, and R is {CHANNELS}"
