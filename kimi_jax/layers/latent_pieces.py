@@ -11,7 +11,6 @@ numbers that float16 cannot hold, as no model has them, would become infinite an
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from .attention import cudnn_head_size
 
@@ -22,12 +21,9 @@ LEAST_SLOTS, MOST_SLOTS = 512, 2**14
 
 
 def serves_piece(q_BTNH: jax.Array) -> bool:
-    """Whether `attend_piece` can run here: bfloat16, on one NVIDIA GPU with an attention of these heads' size."""
-    mesh = jax.sharding.get_abstract_mesh()
-    cut = any(n not in mesh.manual_axes and mesh.shape[n] > 1 for n in mesh.axis_names)
-    explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    serves = q_BTNH.dtype == jnp.bfloat16 and q_BTNH.shape[-1] % 8 == 0 and not cut and not explicit
-    return serves and cudnn_head_size() >= q_BTNH.shape[-1]
+    """Whether `attend_piece` can run here: bfloat16, on NVIDIA GPUs with an attention of these heads' size."""
+    H = q_BTNH.shape[-1]
+    return q_BTNH.dtype == jnp.bfloat16 and H % 8 == 0 and cudnn_head_size() >= H
 
 
 def attend_piece(

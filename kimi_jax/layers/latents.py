@@ -3,8 +3,9 @@
 A decode step is bound by memory, so it reads what it must and nothing twice:
 
 * Only live slots, with a running softmax: neither the scores of all slots nor their keys and values ever stand in
-  memory together. On NVIDIA Hopper few queries have a kernel (`pallas_kernels.latents`); many have cuDNN
-  (`latent_pieces`), on one NVIDIA GPU. Everything else goes block by block up to the longest row.
+  memory together. On NVIDIA Hopper few queries have a kernel (`pallas_kernels.latents`), and many have cuDNN
+  (`latent_pieces`), each device of a mesh with its own rows and heads. Everything else goes block by block up to the
+  longest row.
 * Without expansion where that is cheaper: with W_kvb = (W_k, W_v) per head, q (latent W_k)^T = (q W_k^T) latent^T, and
   weights (latent W_v) = (weights latent) W_v. All heads then read the one latent as both key and value. Per query and
   slot that costs 2 kv_lora instead of nope + v products; expanding costs kv_lora (nope + v) per slot. So few queries
@@ -23,6 +24,7 @@ from .latent_pieces import attend_piece, serves_piece
 from .parameters import at_least_float32
 
 LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 8, 2**22
+_QUERIES, _SLOTS = ("batch", None, "heads", None), ("batch", None, None)  # logical axes
 
 
 class MLACache(NamedTuple):
@@ -94,11 +96,8 @@ def attend(
     folded, size = folds(T, kv_b_CNX.shape[0], kv_b_CNX.shape[2]), block_size(B * T, L)
     w_key_CNH, w_value_CNV = kv_b_CNX[..., :nope], kv_b_CNX[..., nope:]
 
-    def read(start, size):
-        return [_read(x, cache, start, size).astype(dtype) for x in (cache.latent, cache.k_rope)]
-
     if not folded and size < L and serves_piece(q_BTNH):
-        return attend_piece(q_BTNH, kv_b_CNX, own, read, position_BT[:, 0], L, scale)
+        return _by_parts(q_BTNH, kv_b_CNX, cache, own, position_BT[:, 0], scale)
 
     def product(spec, x, y, out=wide):
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide).astype(out)
@@ -113,7 +112,9 @@ def attend(
     def block(index):
         """(maximum, sum, weighted values) of the softmax over one block of slots."""
         start = jnp.minimum(index * size, L - size)  # the last block overlaps the one before it
-        latent, k_rope = read(start, size)
+        latent, k_rope = (
+            _read(x, getattr(cache, "group", None), start, size).astype(dtype) for x in (cache.latent, cache.k_rope)
+        )
         if folded:
             scores = product("BTNC,BSC->BNTS", q_nope, latent)
         else:
@@ -158,10 +159,27 @@ def _by_kernel(q_BTNC, q_rope_BTNR, cache, position_BT, scale):
         return attend_latents(q, q_rope, latent, k_rope, length, position, scale=scale, group=group)
 
     arrays = [q_BTNC, q_rope_BTNR, cache.latent, cache.k_rope, cache.length, position_BT.astype(jnp.int32)]
-    queries, slots = ("batch", None, "heads", None), ("batch", None, None)
+    slots = _SLOTS
     if isinstance(cache, StackedMLACache):
         arrays, slots = [*arrays, cache.group], (None, *slots)
-    names = [queries, queries, slots, slots, ("batch",), ("batch", None), ()]
+    names = [_QUERIES, _QUERIES, slots, slots, ("batch",), ("batch", None), ()]
+    return on_shards(run, arrays, names[: len(arrays)])
+
+
+def _by_parts(q_BTNH, kv_b_CNX, cache, own, before_B, scale):
+    """`attend_piece`, likewise."""
+
+    def run(q, kv_b, own_latent, own_rope, latent, k_rope, before, group=None):
+        def read(start, size):
+            return [_read(x, group, start, size).astype(q.dtype) for x in (latent, k_rope)]
+
+        return attend_piece(q, kv_b, (own_latent, own_rope), read, before, latent.shape[-2], scale)
+
+    arrays = [q_BTNH, kv_b_CNX, *own, cache.latent, cache.k_rope, before_B]
+    slots = _SLOTS
+    if isinstance(cache, StackedMLACache):
+        arrays, slots = [*arrays, cache.group], (None, *slots)
+    names = [_QUERIES, (None, "heads", None), _SLOTS, _SLOTS, slots, slots, ("batch",), ()]
     return on_shards(run, arrays, names[: len(arrays)])
 
 
@@ -194,9 +212,8 @@ def _write(slots, group, slot_BT, new_BTX):
     return jax.lax.scatter(slots, index_BT1, new_BTX.astype(slots.dtype), numbers, mode=mode, unique_indices=False)
 
 
-def _read(slots, cache, start, size):
-    """`size` slots of every row from `start` on, [B, size, X]; of a stack, those of the cache's layer."""
-    group = getattr(cache, "group", None)
+def _read(slots, group, start, size):
+    """`size` slots of every row from `start` on, [B, size, X]; of a stack, those of a layer."""
     if group is None:
         return jax.lax.dynamic_slice_in_dim(slots, start, size, axis=1)
     _, B, _, X = slots.shape

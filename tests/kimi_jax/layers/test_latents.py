@@ -1,6 +1,7 @@
 """Attention over cached latents: block by block, folded or expanded, in place."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from experiments.gpu_aot import hopper_mesh, lower_for_hopper
 from kimi_jax.layers import MLACache, latent_pieces, latents
 from kimi_jax.layers.latent_pieces import attend_piece
 from kimi_jax.layers.latents import StackedMLACache, append, attend, block_size, folds
+from kimi_jax.sharding import make_mesh
 from tests.kimi_jax.layers.layer_support import inputs
 from tests.support import F32_FORWARD, assert_close, equations
 
@@ -91,12 +93,20 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
         assert_close(o[row, valid], expected[valid], F32_FORWARD, f"row {row}")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "expanded" in case.name], ids=lambda case: case.name)
-def test_a_piece_by_parts_that_are_merged(case, monkeypatch):
+PIECES = [
+    ("one_layer", CASES[3], None),
+    ("stacked", CASES[4], None),
+    ("auto_mesh", CASES[3], AxisType.Auto),
+    ("explicit_mesh_stacked", CASES[4], AxisType.Explicit),
+]
+
+
+@pytest.mark.parametrize("case, axis_type", [piece[1:] for piece in PIECES], ids=[piece[0] for piece in PIECES])
+def test_a_piece_by_parts_that_are_merged(case, axis_type, monkeypatch):
     """What cuDNN does on a GPU, by XLA: blocks of 16 slots, the last of 29 moved, none visible to the first row."""
     monkeypatch.setattr(latents, "LEAST_BLOCK", 8)
     monkeypatch.setattr(latent_pieces, "LEAST_SLOTS", 8)
-    monkeypatch.setattr(latent_pieces, "MOST_SLOTS", 16 * B)
+    monkeypatch.setattr(latent_pieces, "MOST_SLOTS", 16 * (1 if axis_type else B))
     monkeypatch.setattr(latents, "serves_piece", lambda q: True)
     monkeypatch.setattr(latents, "attend_piece", partial(attend_piece, implementation="xla"))
     lengths = np.array([0, 19, 11])
@@ -105,11 +115,13 @@ def test_a_piece_by_parts_that_are_merged(case, monkeypatch):
     before = cache_of(case)._replace(length=jnp.asarray(lengths))
 
     @jax.jit
-    def run(cache):
+    def run(q, kv_b, cache, new):
         cache, position = append(cache, *new, None)
         return attend(q, kv_b, cache, new, position, 0.7), cache, position
 
-    o, cache, position = run(before)
+    mesh = axis_type and make_mesh({"data": B, "tensor": N}, axis_type=axis_type)
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        o, cache, position = jax.tree.map(np.asarray, run(q, kv_b, before, new))
     latent, k_rope = (x[1] if case.stacked else x for x in cache[:2])
     for row in range(B):
         expected = by_hand(q[row], kv_b, latent[row], k_rope[row], np.asarray(position[row]), 0.7)
