@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kimi_jax.layers import FeedForward, GatedRMSNorm, RMSNorm, ShortConv
-from kimi_jax.layers.mla import attention
+from kimi_jax.layers.attention import attention
 from kimi_jax.layers.parameters import at_least_float32, weight
 from kimi_jax.sharding import project
 from pallas_kernels import delta_net, gated_delta_net, kda, linear_attention, softplus_gate

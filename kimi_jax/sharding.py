@@ -127,6 +127,18 @@ def per_shard(function: Callable, rows: int) -> Callable:
     return sharded(function, batch=_fit(P(batch), (rows,), ("batch",))[0], heads=heads)
 
 
+def on_shards(function: Callable, arrays: Sequence[jax.Array], names: Sequence[Sequence[str | None]]) -> jax.Array:
+    """function(*arrays), each device on its own parts of arrays that are laid out by logical names; the result is laid
+    out as the first array. For a kernel, which the compiler cannot split.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _axes_of_kind(AxisType.Explicit) and all(mesh.shape[axis] == 1 for axis in _axes_of_kind(AxisType.Auto)):
+        return function(*arrays)
+    specs = tuple(_fit(current_spec(n), x.shape, n) for x, n in zip(arrays, names, strict=True))
+    placed = [_place(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+    return jax.shard_map(function, in_specs=specs, out_specs=specs[0])(*placed)
+
+
 def gathered(w: jax.Array, axes: Sequence[str | None] | None) -> jax.Array:
     """A parameter's value, with its logical axes, as the computation uses it: whole along "fsdp", still cut along
     "tensor". The gradient goes the other way, back to the cut layout. Cast first, so that the small type travels.

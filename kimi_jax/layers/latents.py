@@ -2,8 +2,10 @@
 
 A decode step is bound by memory, so it reads what it must and nothing twice:
 
-* Only live slots, block by block up to the longest row, with a running softmax. Neither the scores of all slots nor
-  their keys and values ever stand in memory together.
+* Only live slots, with a running softmax: neither the scores of all slots nor their keys and values ever stand in
+  memory together. On NVIDIA Hopper few queries have a kernel (`pallas_kernels.latents`), and many have cuDNN
+  (`latent_pieces`), each device of a mesh with its own rows and heads. Everything else goes block by block up to the
+  longest row.
 * Without expansion where that is cheaper: with W_kvb = (W_k, W_v) per head, q (latent W_k)^T = (q W_k^T) latent^T, and
   weights (latent W_v) = (weights latent) W_v. All heads then read the one latent as both key and value. Per query and
   slot that costs 2 kv_lora instead of nope + v products; expanding costs kv_lora (nope + v) per slot. So few queries
@@ -15,9 +17,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kimi_jax.sharding import on_shards
+from pallas_kernels.latents import attend_latents, latent_backend
+
+from .latent_pieces import attend_piece, serves_piece
 from .parameters import at_least_float32
 
-LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 32, 2**22
+LEAST_BLOCK, MOST_BLOCKS, MOST_SCORES = 512, 8, 2**22
+_QUERIES, _SLOTS = ("batch", None, "heads", None), ("batch", None, None)  # logical axes
 
 
 class MLACache(NamedTuple):
@@ -73,19 +80,24 @@ def attend(
     q_BTNH: jax.Array,
     kv_b_CNX: jax.Array,
     cache: MLACache | StackedMLACache,
+    own: tuple[jax.Array, jax.Array],
     position_BT: jax.Array,
     scale: float,
 ) -> jax.Array:
     """Attention of each query over the slots up to its position -> [B, T, N, v]; the softmax is at least float32.
 
-    q [B, T, N, nope + rope]; kv_b [kv_lora, N, nope + v] in the same dtype. Where the cache is longer than one block
-    there is no reverse mode: the number of blocks is known at run time only.
+    q [B, T, N, nope + rope]; kv_b [kv_lora, N, nope + v] in the same dtype; own: the T latents and key slices that have
+    just been appended. Where the cache is longer than one block there is no reverse mode: the number of blocks is known
+    at run time only, and kernels have none.
     """
     dtype, wide = q_BTNH.dtype, at_least_float32(q_BTNH.dtype)
     precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    T, L, nope = q_BTNH.shape[1], cache.latent.shape[-2], q_BTNH.shape[-1] - cache.k_rope.shape[-1]
-    folded = folds(T, kv_b_CNX.shape[0], kv_b_CNX.shape[2])
+    (B, T), L, nope = q_BTNH.shape[:2], cache.latent.shape[-2], q_BTNH.shape[-1] - cache.k_rope.shape[-1]
+    folded, size = folds(T, kv_b_CNX.shape[0], kv_b_CNX.shape[2]), block_size(B * T, L)
     w_key_CNH, w_value_CNV = kv_b_CNX[..., :nope], kv_b_CNX[..., nope:]
+
+    if not folded and size < L and serves_piece(q_BTNH):
+        return _by_parts(q_BTNH, kv_b_CNX, cache, own, position_BT[:, 0], scale)
 
     def product(spec, x, y, out=wide):
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide).astype(out)
@@ -93,12 +105,16 @@ def attend(
     q_nope, q_rope = q_BTNH[..., :nope], q_BTNH[..., nope:]
     if folded:
         q_nope = product("BTNH,CNH->BTNC", q_nope, w_key_CNH, dtype)
-    size = block_size(q_BTNH.shape[0] * T, L)
+    if folded and size < L and latent_backend(q_nope, q_rope, cache.latent, cache.k_rope) == "mosaic_gpu":
+        o = _by_kernel(q_nope, q_rope, cache, position_BT, scale)
+        return product("BTNC,CNV->BTNV", o, w_value_CNV, dtype)
 
     def block(index):
         """(maximum, sum, weighted values) of the softmax over one block of slots."""
         start = jnp.minimum(index * size, L - size)  # the last block overlaps the one before it
-        latent, k_rope = (_read(x, cache, start, size).astype(dtype) for x in (cache.latent, cache.k_rope))
+        latent, k_rope = (
+            _read(x, getattr(cache, "group", None), start, size).astype(dtype) for x in (cache.latent, cache.k_rope)
+        )
         if folded:
             scores = product("BTNC,BSC->BNTS", q_nope, latent)
         else:
@@ -131,9 +147,40 @@ def folds(T: int, kv_lora: int, kv_width: int) -> bool:
 
 
 def block_size(queries: int, L: int) -> int:
-    """Slots per block, for the queries of all rows: few blocks for few queries, since each costs launches; few scores
-    at once for many."""
+    """Slots per block, for the queries of all rows: few blocks for few queries, since each costs launches and, on a
+    GPU, a word with its host; few scores at once for many."""
     return min(L, max(LEAST_BLOCK, min(L // MOST_BLOCKS, MOST_SCORES // queries)))
+
+
+def _by_kernel(q_BTNC, q_rope_BTNR, cache, position_BT, scale):
+    """`attend_latents`, every device with its own rows and heads; a stack of caches is read in place."""
+
+    def run(q, q_rope, latent, k_rope, length, position, group=None):
+        return attend_latents(q, q_rope, latent, k_rope, length, position, scale=scale, group=group)
+
+    arrays = [q_BTNC, q_rope_BTNR, cache.latent, cache.k_rope, cache.length, position_BT.astype(jnp.int32)]
+    slots = _SLOTS
+    if isinstance(cache, StackedMLACache):
+        arrays, slots = [*arrays, cache.group], (None, *slots)
+    names = [_QUERIES, _QUERIES, slots, slots, ("batch",), ("batch", None), ()]
+    return on_shards(run, arrays, names[: len(arrays)])
+
+
+def _by_parts(q_BTNH, kv_b_CNX, cache, own, before_B, scale):
+    """`attend_piece`, likewise."""
+
+    def run(q, kv_b, own_latent, own_rope, latent, k_rope, before, group=None):
+        def read(start, size):
+            return [_read(x, group, start, size).astype(q.dtype) for x in (latent, k_rope)]
+
+        return attend_piece(q, kv_b, (own_latent, own_rope), read, before, latent.shape[-2], scale)
+
+    arrays = [q_BTNH, kv_b_CNX, *own, cache.latent, cache.k_rope, before_B]
+    slots = _SLOTS
+    if isinstance(cache, StackedMLACache):
+        arrays, slots = [*arrays, cache.group], (None, *slots)
+    names = [_QUERIES, (None, "heads", None), _SLOTS, _SLOTS, slots, slots, ("batch",), ()]
+    return on_shards(run, arrays, names[: len(arrays)])
 
 
 def _merge(one, other):
@@ -165,13 +212,13 @@ def _write(slots, group, slot_BT, new_BTX):
     return jax.lax.scatter(slots, index_BT1, new_BTX.astype(slots.dtype), numbers, mode=mode, unique_indices=False)
 
 
-def _read(slots, cache, start, size):
-    """`size` slots of every row from `start` on, [B, size, X]; of a stack, those of the cache's layer."""
-    group = getattr(cache, "group", None)
+def _read(slots, group, start, size):
+    """`size` slots of every row from `start` on, [B, size, X]; of a stack, those of a layer."""
     if group is None:
         return jax.lax.dynamic_slice_in_dim(slots, start, size, axis=1)
     _, B, _, X = slots.shape
-    return jax.lax.dynamic_slice(slots, (group, 0, start, 0), (1, B, size, X))[0]
+    zero, start = jnp.zeros_like(group), jnp.asarray(start, group.dtype)  # one type, also where integers have 64 bits
+    return jax.lax.dynamic_slice(slots, (group, zero, start, zero), (1, B, size, X))[0]
 
 
 def _pick(stacked, group):

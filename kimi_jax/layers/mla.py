@@ -9,18 +9,16 @@ other models rotate ("rope") is shared by all heads and is never rotated here: o
     y       = (softmax(q key^T (nope + rope)^-0.5) value, optionally times sigmoid(x W_g)) W_o
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType
 
 from kimi_jax.sharding import constrain, gathered, logical_axes, project, spread
 
+from .attention import attention
 from .cache_check import check_cache
-from .latents import MLACache, StackedMLACache, append, attend
+from .latents import LEAST_BLOCK, MLACache, StackedMLACache, append, attend
 from .norms import RMSNorm
 from .padding import concrete_ids, is_concrete, left_align, merge_ids, zero_padding
 from .parameters import check_heads, weight
@@ -106,9 +104,12 @@ class MLA(nnx.Module):
         return restore(y_BTD), cache
 
     def init_cache(self, batch: int, max_len: int) -> MLACache:
-        """An empty cache with room for max_len tokens per row."""
-        latent = jnp.zeros((batch, max_len, self.kv_lora_rank), self.dtype)
-        k_rope = jnp.zeros((batch, max_len, self.qk_rope_dim), self.dtype)
+        """An empty cache with room for max_len tokens per row, and of a long one for up to seven more."""
+        return self._empty(batch, max_len if max_len <= LEAST_BLOCK else -(-max_len // 8) * 8)  # as the kernel wants it
+
+    def _empty(self, batch, slots):
+        latent = jnp.zeros((batch, slots, self.kv_lora_rank), self.dtype)
+        k_rope = jnp.zeros((batch, slots, self.qk_rope_dim), self.dtype)
         return MLACache(
             latent=constrain(latent, "batch", None, None),
             k_rope=constrain(k_rope, "batch", None, None),
@@ -123,10 +124,11 @@ class MLA(nnx.Module):
 
     def _attend_cache(self, x_BTD, ids, cache):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
-        cache, position_BT = append(cache, *self._latents(x_BTD), ids)
+        own = self._latents(x_BTD)
+        cache, position_BT = append(cache, *own, ids)
         kv_b = gathered(self.kv_b[...].astype(self.dtype), logical_axes(self.kv_b))
         kv_b_CNX = kv_b.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_dim + self.v_dim)
-        o = attend(self._queries(x_BTD), kv_b_CNX, cache, position_BT, self.scale)
+        o = attend(self._queries(x_BTD), kv_b_CNX, cache, own, position_BT, self.scale)
         y_BTD = self._output(x_BTD, o, ids)
         return jnp.where((cache.length > cache.latent.shape[-2])[:, None, None], jnp.nan, y_BTD), cache
 
@@ -134,7 +136,7 @@ class MLA(nnx.Module):
         if isinstance(cache, StackedMLACache):
             cache = jax.eval_shape(lambda cache: MLACache(cache.latent[0], cache.k_rope[0], cache.length), cache)
         slots = cache.latent.shape[1] if isinstance(cache, MLACache) and cache.latent.ndim > 1 else 1
-        check_cache(cache, jax.eval_shape(lambda: self.init_cache(batch, slots)))
+        check_cache(cache, jax.eval_shape(lambda: self._empty(batch, slots)))
 
     def _queries(self, x_BTD):
         if self.q_lora_rank is None:
@@ -168,61 +170,6 @@ class MLA(nnx.Module):
         return project(o, self.o, ("batch", None, None))
 
 
-def attention(
-    q_BTNH: jax.Array,
-    k_BSNH: jax.Array,
-    v_BSNV: jax.Array,
-    mask_BTS: jax.Array | None,
-    *,
-    scale: float,
-    causal: bool = False,
-) -> jax.Array:
-    """Softmax attention where mask (bool [B or 1, T, S]) is True -> [B, T, N, V]; the softmax is at least float32.
-
-    causal: only to positions up to the query's own, with T = S. On an NVIDIA GPU such calls go to cuDNN, in bfloat16
-    and with an even T, and write no [T, S] scores; all others to XLA.
-    """
-    mask_BNTS = None if mask_BTS is None else mask_BTS[:, None]
-    if q_BTNH.dtype == jnp.float64:  # jax.nn.dot_product_attention would take its softmax in float32
-        logits = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
-        for mask in (mask_BNTS, jnp.tril(jnp.ones(logits.shape[-2:], bool)) if causal else None):
-            logits = logits if mask is None else jnp.where(mask, logits, -1e300)
-        return jnp.einsum("BNTS,BSNV->BTNV", jax.nn.softmax(logits, axis=-1), v_BSNV)
-    # It wants keys and values of one size; zeros in the last columns change neither scores nor the values kept.
-    size, v_size = q_BTNH.shape[-1], v_BSNV.shape[-1]
-    q, k, v = (_pad_last(x, max(size, v_size)) for x in (q_BTNH, k_BSNH, v_BSNV))
-    precision = None if q.dtype == jnp.bfloat16 else "highest"
-    with jax.default_matmul_precision(precision):
-        o = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask_BNTS,
-            scale=scale,
-            is_causal=causal,
-            implementation="cudnn" if _by_cudnn(q, causal) else None,
-        )
-    return o[..., :v_size]
-
-
-def _by_cudnn(q_BTNH, causal: bool) -> bool:
-    _, T, _, H = q_BTNH.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)  # its partitioning knows Auto axes alone
-    serves = causal and q_BTNH.dtype == jnp.bfloat16 and T % 2 == 0 and H % 8 == 0 and not explicit
-    return serves and _gpu_head_size() >= H
-
-
-@functools.cache
-def _gpu_head_size() -> int:
-    """The largest that cuDNN's attention takes here; 0 where jax computes on something else."""
-    device = jax.devices()[0]
-    if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
-        return 0
-    capability = float(device.compute_capability)
-    return 256 if capability >= 9 else 128 if capability >= 8 else 0
-
-
 def _check_room(cache: MLACache, ids_BT: np.ndarray | None) -> None:
     """ValueError if a row would outgrow the cache; silent where its length or the new tokens' ids are traced."""
     if ids_BT is None or not is_concrete(cache.length):
@@ -230,7 +177,3 @@ def _check_room(cache: MLACache, ids_BT: np.ndarray | None) -> None:
     L = cache.latent.shape[-2]
     if L < (longest := int((np.asarray(cache.length) + (ids_BT >= 0).sum(axis=1)).max(initial=0))):
         raise ValueError(f"the cache has room for {L} tokens per row, its longest row would have {longest}")
-
-
-def _pad_last(x, size):
-    return x if x.shape[-1] == size else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, size - x.shape[-1]),))

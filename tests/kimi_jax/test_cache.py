@@ -177,7 +177,7 @@ def test_states_may_be_kept_in_bfloat16():
 )
 def test_field_DC08_a_donated_cache_is_updated_in_place(scan, monkeypatch):
     """One array of all slots is written by a scatter, in every other operation it only passes through."""
-    L = 1100  # a size that nothing else has
+    L = 1104  # a size that nothing else has, of whole groups of eight
     monkeypatch.setattr(latents, "LEAST_BLOCK", 256)
     fields = dict(CASES[1].fields) if scan else dict(num_layers=2)
     model = small_model(small_config(**fields))

@@ -207,7 +207,7 @@ class Machine:
 
     def wgmma(self, acc, a, b):
         a, b = (x.array if isinstance(x, Ref) else np.asarray(x) for x in (a, b))
-        assert a.dtype == b.dtype and a.dtype in (BF16, np.float16) and a.shape[0] == 64
+        assert a.dtype == b.dtype and a.dtype in (BF16, np.float16) and a.shape[0] % 64 == 0
         acc.array += multiply(a.astype(np.float32), b.astype(np.float32))
 
 
@@ -216,7 +216,7 @@ def _empty(like, once=False):
     if isinstance(like, list):
         return [_empty(x) for x in like]
     if isinstance(like, Barrier):
-        return Barrier(like.num_arrivals, len(like.at))
+        return type(like)(like.num_arrivals, len(like.at))
     if not isinstance(like, tuple):
         return Ref(np.full(like.shape, np.nan, like.dtype), once)
     sizes = [int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in like]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.layers.mla import attention
+from kimi_jax.layers.attention import attention
 from tests.support import BF16_FORWARD, BF16_GRADIENT, assert_close
 
 pytestmark = pytest.mark.gpu

@@ -1,14 +1,22 @@
 """Attention over cached latents: block by block, folded or expanded, in place."""
 
+import re
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from kimi_jax.layers import MLACache, latents
+from experiments.gpu_aot import hopper_mesh, lower_for_hopper
+from kimi_jax.layers import MLACache, latent_pieces, latents
+from kimi_jax.layers.latent_pieces import attend_piece
 from kimi_jax.layers.latents import StackedMLACache, append, attend, block_size, folds
+from kimi_jax.sharding import make_mesh
 from tests.kimi_jax.layers.layer_support import inputs
 from tests.support import F32_FORWARD, assert_close, equations
 
@@ -66,7 +74,7 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
     @jax.jit
     def run(cache):
         cache, position = append(cache, *new, ids)
-        return attend(q, kv_b, cache, position, 0.7), cache, position
+        return attend(q, kv_b, cache, new, position, 0.7), cache, position
 
     o, cache, position = run(before)
     if case.stacked:
@@ -85,6 +93,41 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
         assert_close(o[row, valid], expected[valid], F32_FORWARD, f"row {row}")
 
 
+PIECES = [
+    ("one_layer", CASES[3], None),
+    ("stacked", CASES[4], None),
+    ("auto_mesh", CASES[3], AxisType.Auto),
+    ("explicit_mesh_stacked", CASES[4], AxisType.Explicit),
+]
+
+
+@pytest.mark.parametrize("case, axis_type", [piece[1:] for piece in PIECES], ids=[piece[0] for piece in PIECES])
+def test_a_piece_by_parts_that_are_merged(case, axis_type, monkeypatch):
+    """What cuDNN does on a GPU, by XLA: blocks of 16 slots, the last of 29 moved, none visible to the first row."""
+    monkeypatch.setattr(latents, "LEAST_BLOCK", 8)
+    monkeypatch.setattr(latent_pieces, "LEAST_SLOTS", 8)
+    monkeypatch.setattr(latent_pieces, "MOST_SLOTS", 16 * (1 if axis_type else B))
+    monkeypatch.setattr(latents, "serves_piece", lambda q: True)
+    monkeypatch.setattr(latents, "attend_piece", partial(attend_piece, implementation="xla"))
+    lengths = np.array([0, 19, 11])
+    q, kv_b = inputs(B, case.T, N, NOPE + R), inputs(C, N, NOPE + V, seed=2)
+    new = inputs(B, case.T, C, seed=3), inputs(B, case.T, R, seed=4)
+    before = cache_of(case)._replace(length=jnp.asarray(lengths))
+
+    @jax.jit
+    def run(q, kv_b, cache, new):
+        cache, position = append(cache, *new, None)
+        return attend(q, kv_b, cache, new, position, 0.7), cache, position
+
+    mesh = axis_type and make_mesh({"data": B, "tensor": N}, axis_type=axis_type)
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        o, cache, position = jax.tree.map(np.asarray, run(q, kv_b, before, new))
+    latent, k_rope = (x[1] if case.stacked else x for x in cache[:2])
+    for row in range(B):
+        expected = by_hand(q[row], kv_b, latent[row], k_rope[row], np.asarray(position[row]), 0.7)
+        assert_close(o[row], expected, F32_FORWARD, f"row {row}")
+
+
 def test_few_queries_never_expand_the_context():
     """Of the 48B's sizes, with fewer heads: a step of one token makes nothing as large as the keys of all slots."""
     rank, width, L = 512, 256, 4096
@@ -97,6 +140,7 @@ def test_few_queries_never_expand_the_context():
             jax.ShapeDtypeStruct((1, T, 8, 128 + 64), jnp.bfloat16),
             jax.ShapeDtypeStruct((rank, 8, width), jnp.bfloat16),
             cache,
+            tuple(jax.ShapeDtypeStruct((1, T, x), jnp.bfloat16) for x in (rank, 64)),
             jax.ShapeDtypeStruct((1, T), jnp.int32),
         )
         jaxpr = jax.make_jaxpr(lambda *xs: attend(*xs, 1.0))(*arrays)
@@ -108,8 +152,35 @@ def test_few_queries_never_expand_the_context():
     assert largest(256) >= block * 8 * 128
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}], ids=["one_device", "mesh"])
+def test_a_token_has_a_kernel_on_hopper(sizes, axis_type):
+    """Every device with its own rows and heads of a stack, read in place; float32 and a short cache have none."""
+    mesh = hopper_mesh(sizes or {"data": 1}, axis_type)
+    data, tensor = (mesh.shape.get(axis, 1) for axis in ("data", "tensor"))
+
+    def kernels(dtype="bfloat16", L=1024):
+        def array(*shape, dtype=dtype, spec=()):
+            sharding = NamedSharding(mesh, P(*(axis if axis in mesh.axis_names else None for axis in spec)))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        rows, heads = ("data",), ("data", None, "tensor")
+        slots = [array(3, 4, L, x, spec=(None, "data")) for x in (512, 64)]
+        cache = StackedMLACache(*slots, array(4, dtype="int32", spec=rows), array(dtype="int32"))
+        own = tuple(array(4, 1, x, spec=rows) for x in (512, 64))
+        q, kv_b = array(4, 1, 8, 192, spec=heads), array(512, 8, 256, spec=(None, "tensor"))
+        position = array(4, 1, dtype="int32", spec=rows)
+        run = jax.jit(lambda *xs: attend(*xs, 1.0))
+        text = lower_for_hopper(run, q, kv_b, cache, own, position, mesh=mesh).as_text()
+        return re.findall(r"@mosaic_gpu_v2\(.*", text)
+
+    (call,) = kernels()
+    assert f"tensor<3x{4 // data}x1024x512xbf16>" in call and f"tensor<{4 // data}x32x512xbf16>" in call
+    assert not kernels("float32") and not kernels(L=512)
+
+
 def test_blocks_are_few_for_a_token_and_small_for_a_piece():
-    assert block_size(1, 2**20) == 2**15
+    assert block_size(1, 2**20) == 2**17
     assert block_size(2048, 2**20) == 2048
     assert block_size(16 * 2048, 2**20) == 512
     assert block_size(1, 100) == 100

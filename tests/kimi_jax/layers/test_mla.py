@@ -164,6 +164,15 @@ def test_a_full_cache_is_refused():
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
 
 
+def test_a_long_cache_has_whole_groups_of_slots():
+    """As the GPU's kernel wants them; one of any length is taken."""
+    mla, cache = layer(), layer().init_cache(1, 1001)
+    assert [mla.init_cache(1, L).latent.shape[1] for L in (300, 1001, 1008)] == [300, 1008, 1008]
+    odd = cache._replace(latent=cache.latent[:, :1001], k_rope=cache.k_rope[:, :1001])
+    y, after = jax.eval_shape(lambda cache: mla(inputs(1, 3, HIDDEN), cache=cache), odd)
+    assert y.shape == (1, 3, HIDDEN) and after.latent.shape == odd.latent.shape
+
+
 def test_bfloat16_is_close():
     x = inputs(2, 40, HIDDEN)
     exact, _ = call(layer(), x)
