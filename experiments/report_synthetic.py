@@ -62,6 +62,16 @@ class Group:
         done = [e for e in self.select(task=task, model=model, length=self.grid_length, seed=0) if e.error is None]
         return best_entry(done).config["learning_rate"] if done else None
 
+    def rates(self, task: str | None = None, model: str | None = None) -> set[float]:
+        """Learning rates with a result at the grid's length, of one task and model or of all."""
+        which = {name: value for name, value in (("task", task), ("model", model)) if value is not None}
+        done = (e for e in self.select(length=self.grid_length, seed=0, **which) if e.error is None)
+        return {entry.config["learning_rate"] for entry in done}
+
+    def has_grid(self, task: str, model: str) -> bool:
+        """Whether all rates have been tried, so that the best one is the best."""
+        return self.rates(task, model) == self.rates()
+
     def at_best(self, task: str, model: str, length: int) -> list[Entry]:
         rate = self.best_rate(task, model)
         return self.select(task=task, model=model, length=length, learning_rate=rate)
@@ -84,11 +94,21 @@ def groups_of(path: Path) -> list[Group]:
 
 def section(path: Path) -> list[str]:
     """Lines of Markdown; each group's figure is drawn beside the file."""
-    lines = ["## Synthetic tasks", ""]
+    lines = [
+        "## Synthetic tasks",
+        "",
+        "Accuracy is that on batches which were never seen before, over windows of steps; a run ends early once it has "
+        "learned its task. Given is the highest of a run, in percent, as mean ± standard deviation over seeds (their "
+        "number), at the best learning rate of the grid, which the first seed has chosen. Where not all rates have "
+        "been run yet, the model says how many, and is not compared with others. Paper: "
+        f"{SYNTHETIC_SOURCE}; its batch, optimiser, vocabularies and numbers of pairs are not known.",
+        "",
+    ]
     for index, group in enumerate(groups_of(path)):
         figure = path.with_name(f"{path.stem}{f'-{index + 1}' if index else ''}.png")
         draw(group, figure)
-        lines += [*_about(group), f"![Accuracy by step and by length]({figure.name})", ""]
+        lines += provenance(group.entries, group.settings, group.present)
+        lines += [f"![Accuracy by step and by length]({figure.name})", ""]
         lines += _accuracy_table(group) + _differences(group) + _grid_table(group) + failures(group.entries, OURS)
     return lines
 
@@ -131,18 +151,6 @@ def draw(group: Group, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _about(group: Group) -> list[str]:
-    return [
-        "Accuracy is that on batches which were never seen before, over windows of "
-        f"{group.settings['window']} steps; a run ends early once it has learned its task. Given is the highest of a "
-        "run, in percent, as mean ± standard deviation over seeds (their number), at the best learning rate of the "
-        f"grid, which the first seed has chosen. Paper: {SYNTHETIC_SOURCE}; its batch, optimiser, vocabularies and "
-        "numbers of pairs are not known.",
-        "",
-        *provenance(group.entries, group.settings, group.present),
-    ]
-
-
 def _accuracy_table(group: Group) -> list[str]:
     lengths, grid = group.lengths(), group.grid_length
     head = ["task", "model", *map(str, lengths), f"steps to {100 * LEARNED:.0f}% at {grid}"]
@@ -150,7 +158,12 @@ def _accuracy_table(group: Group) -> list[str]:
     for task in group.tasks():
         for model in group.models(task):
             cells = [_cell(group, task, model, length) for length in lengths]
-            rows.append([task, _name(group, model), *cells, _steps_cell(group, task, model)])
+            tried = (
+                ""
+                if group.has_grid(task, model)
+                else f", {len(group.rates(task, model))} of {len(group.rates())} rates"
+            )
+            rows.append([task, _name(group, model) + tried, *cells, _steps_cell(group, task, model)])
     return markdown_table(head, rows)
 
 
@@ -182,12 +195,13 @@ def _steps_cell(group: Group, task: str, model: str) -> str:
 def _differences(group: Group) -> list[str]:
     """KDA against the others: ours, the paper's, whether they point the same way, how sure.
 
-    A model that the paper has not is compared at the grid's length alone.
+    A model that the paper has not is compared at the grid's length alone, one whose grid is not finished not at all.
     """
     rows = []
     for task in group.tasks():
         paper = SYNTHETIC_PEAK.get(task, {})
-        for model in (m for m in group.models(task) if m != "kda"):
+        grids = [model for model in group.models(task) if group.has_grid(task, model)]
+        for model in (m for m in grids if m != "kda" and "kda" in grids):
             for length in group.lengths() if model in paper else [group.grid_length]:
                 ours, theirs = (_peaks(group.at_best(task, m, length)) for m in ("kda", model))
                 if (found := difference(ours, theirs)) is None:

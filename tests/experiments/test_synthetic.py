@@ -245,6 +245,7 @@ def reported(tmp_path_factory):
         for seed, curve in enumerate(curves):
             store.record(study.run("mqar", model, 1024, 1e-3, seed).config(), invented(list(curve)), seconds=60)
         store.record(study.run("mqar", model, 1024, 2e-3, 0).config(), invented([0.25], "diverged"), seconds=60)
+    store.record(study.run("mqar", "delta_net", 1024, 2e-3, 0).config(), invented([0.123]), seconds=60)
     store.record_failure(study.run("mqar", "kda", 2048, 1e-3, 0).config(), "MemoryError: no room", seconds=60)
     runs = json.loads((folder / "synthetic.json").read_text())["runs"]
     runs += [{**run, "sources": "0" * 64, "key": run["key"][::-1]} for run in runs if run["config"]["model"] == "kda"]
@@ -274,7 +275,13 @@ def test_results_of_other_code_are_marked_and_not_mixed(reported):
     assert "(synthetic-2.png)" in text and (folder / "synthetic-2.png").stat().st_size > 10_000
     present, earlier = text.split("**† By earlier code** (sources 000000000000)")
     assert "| mqar | KDA † | 99.8 ± 0.3 (3)" in earlier and "†" not in present and "KDA -" not in earlier
-    assert "7 runs" not in present and "9 runs" in present and "5 runs" in earlier
+    assert "7 runs" not in present and "10 runs" in present and "5 runs" in earlier
+
+
+def test_a_grid_that_is_not_finished_says_so_and_is_not_compared(reported):
+    _, text = reported
+    assert "| mqar | DeltaNet, 1 of 2 rates | 12.3 (1) |" in text
+    assert "KDA - DeltaNet" not in text
 
 
 def test_verdicts_agree_with_the_paper_or_not():
