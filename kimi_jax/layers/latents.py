@@ -153,7 +153,10 @@ def block_size(queries: int, L: int) -> int:
 
 
 def _by_kernel(q_BTNC, q_rope_BTNR, cache, position_BT, scale):
-    """`attend_latents`, every device with its own rows and heads; a stack of caches is read in place."""
+    """`attend_latents`, every device with its own rows and heads; a stack of caches is read in place.
+
+    Compiled for Hopper meshes, without collectives; run on one GPU only so far.
+    """
 
     def run(q, q_rope, latent, k_rope, length, position, group=None):
         return attend_latents(q, q_rope, latent, k_rope, length, position, scale=scale, group=group)
@@ -167,7 +170,7 @@ def _by_kernel(q_BTNC, q_rope_BTNR, cache, position_BT, scale):
 
 
 def _by_parts(q_BTNH, kv_b_CNX, cache, own, before_B, scale):
-    """`attend_piece`, likewise."""
+    """`attend_piece`, likewise, and as far tested."""
 
     def run(q, kv_b, own_latent, own_rope, latent, k_rope, before, group=None):
         def read(start, size):
