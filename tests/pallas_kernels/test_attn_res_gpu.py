@@ -251,6 +251,16 @@ def test_against_float64(case, machine, monkeypatch, request):
         assert_close(scale_bar, want[2]["output_scale"], within, "output_scale")
 
 
+@pytest.mark.parametrize("M", [8, 11])
+def test_a_count_of_zero_is_not_a_number(M, machine, monkeypatch, request):
+    if M == 8:
+        request.getfixturevalue("warps")
+    monkeypatch.setattr(plan, "MULTIPROCESSORS", 1)
+    sources = (jnp.ones((M, 128), jnp.float32),) * 3
+    mixture, lse, _ = forward.forward(Static(1e-6), sources, jnp.ones(128), None, jnp.int32(0))
+    assert np.isnan(mixture).all() and np.isnan(lse).all()
+
+
 def test_a_row_that_nobody_has_waited_for_is_no_number():
     """The machine itself: without the wait the kernel reads what it must not."""
     barrier, target = Barrier(1), Ref(np.ones(4, np.float32))
