@@ -188,6 +188,7 @@ CASES = [
     Case("items_of_several_rows", 27, 256),
     Case("buffer", 5, 256, form="buffer"),
     Case("live_prefix", 6, 256, form="buffer", norm=True, live=4),
+    Case("live_prefix_longer_than_the_ring", 5, 128, M=41, live=4, others=True),
     Case("live_prefix_of_a_tuple", 6, 256, live=2),
     Case("live_prefix_in_pieces", 11, 512, norm=True, live=5, shared=40 << 10),
     Case("live_prefix_of_many", 20, 256, form="buffer", live=17, M=5),
@@ -202,6 +203,7 @@ CASES = [
     Case("warps_norm_bfloat16", 5, 512, M=20, dtype="bfloat16", norm=True),
     Case("warps_in_pieces", 11, 256, M=8, norm=True, live=5, shared=56 << 10, others=True),
     Case("warps_of_many", 20, 128, form="buffer", live=17, M=8, others=True),
+    Case("warps_live_prefix_longer_than_the_ring", 5, 128, M=100, live=4),
     Case("warps_one_source", 1, 256, M=8, norm=True),
 ]
 

@@ -64,8 +64,7 @@ class Ring:
 
         def token(t, _):
             for i in range(self.N):
-                item = t * self.items + i
-                pl.when(item < self.plan.slots)(partial(self._fetch_live, t, i, item))
+                pl.when(t * self.items + i < self.plan.slots)(partial(self._fetch_live, t, i))
 
         jax.lax.fori_loop(0, (self.plan.slots + self.items - 1) // self.items, token, None)
 
@@ -136,17 +135,14 @@ class Ring:
             for item in range(*self.first_items[piece.visit : piece.visit + 2]):
                 self._fetch(piece.t, self.plan.slots + item)
             return
-        # Into the place of this token's item n comes the item `slots` later. That of source i, of a token that is
-        # `later` ones away, is the one whose n is between 0 and the number of live sources.
+        # Into the places of this token come the items that are `slots` later: of every live source one.
         full, rest = self.plan.slots // self.items, self.plan.slots % self.items
         for i in range(self.N):
-            later = jnp.where(i < rest, full + 1, full)
-            n = later * self.items + i - self.plan.slots
-            self._fetch_live(piece.t + later, i, piece.t * self.items + n)
+            self._fetch_live(piece.t + jnp.where(i < rest, full + 1, full), i)
 
-    def _fetch_live(self, t, i, item):
-        """Source i of token t, if there are such, as the program's item number `item`, or some whole turns earlier."""
-        m, slot = self.token(t), item % self.plan.slots
+    def _fetch_live(self, t, i):
+        """Source i of token t, if there are such."""
+        m, slot = self.token(t), self.slot(t, i)
 
         @pl.when(self.leads & (i < self.live) & (m < self.M))
         def _():
