@@ -26,7 +26,8 @@ SYNTHETIC_PEAK = {
     },
 }
 
-# Accuracy in percent at length 1024 after 2000, 4000, ... steps.
+# Accuracy in percent at this length after 2000, 4000, ... steps.
+SYNTHETIC_CURVE_LENGTH = 1024
 SYNTHETIC_EVERY = 2000
 SYNTHETIC_CURVE = {
     "palindrome": {
