@@ -1,15 +1,3 @@
-"""Programs of this size spend their time in the compiler, so here it optimises little."""
+"""Every module here compiles quickly."""
 
-import jax
-import pytest
-
-FLAG = "jax_disable_most_optimizations"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Also of what a module's tests share."""
-    before = jax.config.read(FLAG)
-    jax.config.update(FLAG, True)
-    yield
-    jax.config.update(FLAG, before)
+from tests.quick_compile import quick_compile  # noqa: F401
