@@ -1,7 +1,8 @@
 """Numbers of the papers that `experiments.report` sets beside ours. What is typed by hand is typed here, once.
 
-SYNTHETIC: Kimi Linear (arXiv 2510.26692), Figure 4. The paper prints no numbers for it; these are read from the vector
-paths of its PDF, a way that finds the numbers which the paper does print (in Figure 1b) to 0.1%.
+SYNTHETIC: Kimi Linear (arXiv 2510.26692), Figure 4. DECODE and PREFILL: its Figures 1b and 7. The paper prints few
+numbers for them; these are read from the vector paths of its PDF, a way that finds the numbers which the paper does
+print (in Figure 1b) to 0.1%. ATTN_RES: Attention Residuals (arXiv 2603.15031).
 """
 
 SYNTHETIC_SOURCE = "Kimi Linear, arXiv 2510.26692, Figure 4, digitised"
@@ -25,7 +26,8 @@ SYNTHETIC_PEAK = {
     },
 }
 
-# Accuracy in percent at length 1024 after 2000, 4000, ... steps.
+# Accuracy in percent at this length after 2000, 4000, ... steps.
+SYNTHETIC_CURVE_LENGTH = 1024
 SYNTHETIC_EVERY = 2000
 SYNTHETIC_CURVE = {
     "palindrome": {
@@ -44,3 +46,35 @@ SYNTHETIC_CURVE = {
         "mamba2": (0.0,) * 10,
     },
 }
+
+DECODE_SOURCE = "Kimi Linear, arXiv 2510.26692, Figures 1b and 7, digitised but for the ratios that it prints"
+_CONTEXTS = tuple(4096 << i for i in range(9))  # 4K to 1M
+
+
+def _by_context(*values: float) -> dict[int, float]:
+    return dict(zip(_CONTEXTS, values, strict=True))
+
+
+# Milliseconds per output token of one row.
+DECODE_STEP = {
+    "hybrid": _by_context(5.09, 5.12, 5.37, 5.41, 5.53, 5.74, 6.00, 6.66, 7.99),
+    "mla": _by_context(5.32, 5.37, 6.20, 6.52, 6.88, 7.67, 9.10, 11.96, 17.76),
+}
+# The same of as many rows as the saved memory has room for, per row.
+DECODE_LARGEST = {
+    "hybrid": _by_context(0.100, 0.090, 0.090, 0.100, 0.150, 0.460, 0.650, 1.05, 1.84),
+    "mla": _by_context(0.092, 0.134, 0.213, 0.400, 0.781, 1.83, 3.10, 5.88, 11.48),
+}
+# Seconds of a whole prompt.
+PREFILL = {
+    "hybrid": _by_context(0.097, 0.124, 0.186, 0.327, 0.642, 1.40, 3.21, 8.07, 22.7),
+    "mla": _by_context(0.065, 0.099, 0.181, 0.359, 0.795, 2.00, 5.76, 18.6, 65.4),
+}
+# MLA's time over the hybrid's, where the figures print it.
+DECODE_PRINTED = {
+    "step": {512 << 10: 1.8, 1024 << 10: 2.2},
+    "largest": {256 << 10: 4.8, 512 << 10: 5.7, 1024 << 10: 6.3},
+    "prefill": {512 << 10: 2.3, 1024 << 10: 2.9},
+}
+CACHE_SAVING = "up to 75%"
+ATTN_RES_INFERENCE = "less than 2%"  # more time, on "typical" workloads

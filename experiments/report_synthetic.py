@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.comparison import difference, mean_and_std
-from experiments.paper import SYNTHETIC_CURVE, SYNTHETIC_EVERY, SYNTHETIC_PEAK, SYNTHETIC_SOURCE
+from experiments.paper import SYNTHETIC_CURVE, SYNTHETIC_CURVE_LENGTH, SYNTHETIC_EVERY, SYNTHETIC_PEAK, SYNTHETIC_SOURCE
 from experiments.report_parts import (
     EARLIER,
     failures,
@@ -133,7 +133,7 @@ def draw(group: Group, path: Path) -> None:
             points = [(n, *mean_and_std(list(peaks.values()))) for n, peaks in points if peaks]
             n, mean, std = zip(*points, strict=True) if points else ((), (), ())
             by_length.errorbar(n, mean, [s or 0 for s in std], color=color, marker="o", capsize=3, label=NAMES[model])
-            if paper := SYNTHETIC_CURVE.get(task, {}).get(model):
+            if length == SYNTHETIC_CURVE_LENGTH and (paper := SYNTHETIC_CURVE.get(task, {}).get(model)):
                 steps = [SYNTHETIC_EVERY * (i + 1) for i in range(len(paper))]
                 by_step.plot(steps, paper, "x--", color=color, alpha=0.5, label=f"{NAMES[model]}, paper")
             if paper := SYNTHETIC_PEAK.get(task, {}).get(model):
@@ -185,7 +185,7 @@ def _steps_cell(group: Group, task: str, model: str) -> str:
     done = _done(group.at_best(task, model, group.grid_length))
     steps = [steps_to(e.result, LEARNED, e.config["window"]) for e in done]
     said = ", ".join("never" if n is None else str(n) for n in steps) or "not run"
-    paper = SYNTHETIC_CURVE.get(task, {}).get(model) if group.grid_length == 1024 else None
+    paper = SYNTHETIC_CURVE.get(task, {}).get(model) if group.grid_length == SYNTHETIC_CURVE_LENGTH else None
     if paper is None:
         return said
     first = next((SYNTHETIC_EVERY * (i + 1) for i, x in enumerate(paper) if x >= 100 * LEARNED), None)

@@ -22,7 +22,7 @@ from experiments.benchmark_suites import KDACase
 
 SMALL = dict(
     vocab_size=64, hidden_size=32, num_layers=4, kda_num_heads=2, kda_head_dim=16, mla_num_heads=2, kv_lora_rank=16,
-    ffn_width=32, dtype="float32", param_dtype="float32",
+    ffn_width=32, dtype="float32", param_dtype="float32", kernel_backend="reference",
 )  # fmt: skip
 TOY = KDACase(T=48, H=2, K=16, V=8)
 
@@ -60,7 +60,7 @@ SUITES = [
             cases=(
                 benchmark_step.Case(
                     "toy",
-                    dict(vocab_size=64, hidden_size=16, num_layers=2, remat="layer"),
+                    dict(vocab_size=64, hidden_size=16, num_layers=2, remat="layer", kernel_backend="reference"),
                     1,
                     16,
                     2,

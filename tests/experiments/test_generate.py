@@ -12,7 +12,6 @@ import experiments.generate as program
 from experiments.generate import Speaker, load_released, stream_text
 from experiments.tokenization import ByteTokenizer, IdTokenizer, ReleasedTokenizer
 from kimi_jax import KimiLM, generate, get_config, save_hf
-from tests.kimi_jax.conftest import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import GOLDEN, golden
 
 PROMPTS = ("ab", "c")

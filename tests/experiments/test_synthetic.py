@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import report, synthetic
+from experiments import report, report_synthetic, synthetic
 from experiments.comparison import difference
 from experiments.paper import SYNTHETIC_PEAK
 from experiments.report_parts import verdict
@@ -268,6 +268,17 @@ def test_the_report_sets_ours_beside_the_papers(reported):
     assert "- mqar kda 2048 0.001 0: MemoryError: no room" in text
     assert "| [kda_gpu.json](kda_gpu.json) | `python -m x` | H200 | 2026-01-02 |" in text
     assert (folder / "synthetic.png").stat().st_size > 10_000
+
+
+def test_the_papers_curve_is_drawn_at_its_own_length_alone(reported, tmp_path, monkeypatch):
+    group = report_synthetic.groups_of(reported[0] / "synthetic.json")[0]
+    shorter = [dataclasses.replace(e, config={**e.config, "length": e.config["length"] // 8}) for e in group.entries]
+    drawn = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    for some in (group, report_synthetic.Group(tuple(shorter), True)):
+        report_synthetic.draw(some, tmp_path / "figure.png")
+    labels = [" ".join(figure.axes[0].get_legend_handles_labels()[1]) for figure in drawn]
+    assert ["paper" in label for label in labels] == [True, False] and "KDA" in labels[1]
 
 
 def test_results_of_other_code_are_marked_and_not_mixed(reported):

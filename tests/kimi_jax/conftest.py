@@ -1,14 +1,3 @@
-"""Programs of this size spend their time in the compiler, so here it optimises little."""
+"""Every module here compiles quickly."""
 
-import jax
-import pytest
-
-FLAG = "jax_disable_most_optimizations"
-
-
-@pytest.fixture(autouse=True)
-def quick_compile():
-    before = jax.config.read(FLAG)
-    jax.config.update(FLAG, True)
-    yield
-    jax.config.update(FLAG, before)
+from tests.quick_compile import quick_compile  # noqa: F401

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import bounded_gate, gated_delta_net, kda, kda_reference, linear_attention, softplus_gate
 from tests.pallas_kernels.field_support import EXTREME_LOGITS, check_a_later_token_changes_no_earlier_output, gated
 from tests.pallas_kernels.kda_support import Tokens, base, check, run
+from tests.quick_compile import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 

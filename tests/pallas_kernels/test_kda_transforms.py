@@ -23,6 +23,7 @@ from pallas_kernels import (
     softplus_gate,
 )
 from tests.pallas_kernels.kda_support import base
+from tests.quick_compile import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")

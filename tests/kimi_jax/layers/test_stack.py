@@ -241,16 +241,16 @@ class ThinLayer(nnx.Module):
         return state, cache, None
 
 
-def peak_rows(residual, scan: bool, x: jax.ShapeDtypeStruct, options: dict) -> float:
-    """Scratch memory of the compiled `gradient_of_48_layers`, in arrays of the size of x."""
-    function, arguments = gradient_of_48_layers(residual, scan, x)
+def peak_rows(residual, scan: bool, x: jax.ShapeDtypeStruct, options: dict, layers: int = 48) -> float:
+    """Scratch memory of the compiled `gradient_of_layers`, in arrays of the size of x."""
+    function, arguments = gradient_of_layers(residual, scan, x, layers)
     compiled = jax.jit(function).lower(*arguments).compile(options)
     return compiled.memory_analysis().temp_size_in_bytes / (x.size * x.dtype.itemsize)
 
 
-def gradient_of_48_layers(residual, scan: bool, x: jax.ShapeDtypeStruct):
-    """A function with its arguments (shapes): the gradient of 48 layers with remat="layer"."""
-    layers, width = 48, x.shape[-1]
+def gradient_of_layers(residual, scan: bool, x: jax.ShapeDtypeStruct, layers: int = 48):
+    """A function with its arguments (shapes): the gradient of the layers with remat="layer"."""
+    width = x.shape[-1]
     opens = [(residual.opens_block(2 * i), residual.opens_block(2 * i + 1), i == 0) for i in range(layers)]
 
     def build():
@@ -271,11 +271,12 @@ def gradient_of_48_layers(residual, scan: bool, x: jax.ShapeDtypeStruct):
     return jax.value_and_grad(loss), (params, x)
 
 
-def peak_beside_plain(scan: bool, x: jax.ShapeDtypeStruct, options: dict | None = None) -> float:
-    """Peak with a bank of 8 rows, over that of the plain residual and 8 rows. With a row for every 6 layers."""
-    residual = BlockAttnRes(12)
-    assert residual.bank_rows(96) == 8
-    return peak_rows(residual, scan, x, options) / (peak_rows(StandardResidual(), scan, x, options) + 8)
+def peak_beside_plain(scan: bool, x: jax.ShapeDtypeStruct, options: dict | None = None, layers: int = 48) -> float:
+    """Peak with a bank row for every 6 layers, over that of the plain residual and these rows."""
+    residual, rows = BlockAttnRes(12), layers // 6
+    assert residual.bank_rows(2 * layers) == rows
+    peak = peak_rows(residual, scan, x, options, layers)
+    return peak / (peak_rows(StandardResidual(), scan, x, options, layers) + rows)
 
 
 def peak_on_tpu(scan: bool) -> float:
@@ -291,17 +292,20 @@ class Peak(NamedTuple):
     platform: str
     scan: bool
     bound: float
+    layers: int = 48
 
     @property
     def name(self):
-        return f"{self.platform}_{'scan' if self.scan else 'unrolled'}"
+        return f"{self.platform}_{'scan' if self.scan else 'unrolled'}_{self.layers}"
 
 
 # The field case asks for 1.15. Reached unrolled: 1.05 in float32 on CPU, 0.99 in bfloat16 on Hopper, where kernels add
 # the bank's cotangents up in place. Under a scan the bounds are what was measured, plus a little: 2.10 (CPU) and 2.42
-# (TPU) by the XLA path, 1.42 on Hopper, since compilers also copy the bank that the loops carry.
+# (TPU) by the XLA path, 1.42 on Hopper, since compilers also copy the bank that the loops carry. Half the layers, 1.09
+# on CPU, take a quarter of the time; a bank more than there should be would be 1.2.
 PEAKS = [
-    Peak("cpu", False, 1.15),
+    Peak("cpu", False, 1.15, layers=24),
+    pytest.param(Peak("cpu", False, 1.15), marks=pytest.mark.exhaustive),
     pytest.param(Peak("cpu", True, 2.2), marks=pytest.mark.exhaustive),
     pytest.param(Peak("tpu", True, 2.5), marks=pytest.mark.exhaustive),  # most of a minute
     pytest.param(Peak("hopper", False, 1.15), marks=pytest.mark.exhaustive),
@@ -312,7 +316,7 @@ PEAKS = [
 def hopper_program(rows: int | None, scan: bool):
     """For `compile_for`: with a bank row every 6 layers, or the plain residual."""
     x = jax.ShapeDtypeStruct((1, 8192, 1024), jnp.bfloat16)
-    return gradient_of_48_layers(BlockAttnRes(96 // rows) if rows else StandardResidual(), scan, x)
+    return gradient_of_layers(BlockAttnRes(96 // rows) if rows else StandardResidual(), scan, x)
 
 
 def peak_on_hopper(scan: bool) -> float:
@@ -326,11 +330,11 @@ def peak_on_hopper(scan: bool) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PEAKS, ids=lambda case: case.name)
 def test_field_AR04_peak_memory(case):
-    """48 layers, a bank row every 6: the peak beside that of the plain residual plus the bank's rows."""
+    """A bank row every 6 layers: the peak beside that of the plain residual plus the bank's rows."""
     if case.platform == "cpu":
         # XLA's CPU compiler drops the barriers that keep recomputation apart, and its CSE would then undo it.
         options = {"xla_disable_hlo_passes": "cse"}
-        ratio = peak_beside_plain(case.scan, jax.ShapeDtypeStruct((1, 1024, 256), jnp.float32), options)
+        ratio = peak_beside_plain(case.scan, jax.ShapeDtypeStruct((1, 1024, 256), jnp.float32), options, case.layers)
     elif case.platform == "hopper":
         if not has_compiler():
             pytest.skip("compiling for a GPU needs jax's CUDA plugin")

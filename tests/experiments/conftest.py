@@ -1,0 +1,3 @@
+"""Every module here compiles quickly."""
+
+from tests.quick_compile import quick_compile  # noqa: F401
