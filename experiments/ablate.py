@@ -9,31 +9,21 @@ was stopped goes on from its directory under runs/. All runs of a table are of o
 """
 
 import dataclasses
-import functools
-import hashlib
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags, logging
 
 from experiments.configs import SOURCES, TABLES, Table
-from experiments.loop import TrainingDiverged, train
-from experiments.run_directory import CHECKPOINTS
 from experiments.run_store import RunStore
 from experiments.stopping import StopRequest
-from experiments.text import load_corpus
-from experiments.tokenization import get_tokenizer
-from experiments.train_config import TrainConfig
+from experiments.training_runs import TrainingRun, make_runs, read_corpus, training_fields
 
 # Settings of TrainConfig that are flags here.
 FIELDS = ("data", "validation_data", "tokenizer", "steps", "batch_size", "sequence_length", "learning_rate", "dtype")
-PLACES = ("data", "validation_data", "tokenizer")  # paths: what they hold is told by its hash
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,24 +44,17 @@ class Ablation:
         for row in self.rows:
             self.table.train_config(row, 0, **self.fields)
 
-    def runs(self) -> list[tuple[str, int, TrainConfig]]:
-        """(row, seed, settings), the first seed of all rows first."""
-        each = [(row, seed) for seed in range(self.seeds) for row in self.rows]
-        return [(row, seed, self.table.train_config(row, seed, **self.fields)) for row, seed in each]
+    def runs(self) -> list[TrainingRun]:
+        """The first seed of all rows first."""
+        return [self.run(row, seed) for seed in range(self.seeds) for row in self.rows]
 
-    def corpus(self) -> dict[str, str]:
-        """The sha256 of the tokens that are trained and validated on, in an order that is no run's."""
-        settings = self.table.train_config(self.rows[0], 0, **self.fields)
-        tokenizer = get_tokenizer(settings.tokenizer)
-        found = load_corpus(settings.data, tokenizer, validation_data=settings.validation_data, seed=0)
-        return {name: hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for name, x in found._asdict().items()}
-
-    def config(self, row: str, seed: int, settings: TrainConfig, corpus: dict[str, str]) -> dict[str, Any]:
-        """A run for `RunStore`."""
-        training = {name: value for name, value in settings.binding().items() if name not in (*PLACES, "seed")}
-        training |= {"overrides": dict(self.table.training.get("overrides", {})), "eval_tokens": settings.eval_tokens}
+    def run(self, row: str, seed: int) -> TrainingRun:
+        """One run of the table."""
+        settings = self.table.train_config(row, seed, **self.fields)
+        overrides = dict(self.table.training.get("overrides", {}))
+        training = training_fields(settings) | {"overrides": overrides}
         what = {"table": self.table.name, "row": row, "seed": seed, "model": dict(self.table.rows[row])}
-        return {**what, "training": training, "corpus": corpus}
+        return TrainingRun(f"{row}, seed {seed}", {**what, "training": training}, settings)
 
 
 def run_table(ablation: Ablation, store: RunStore, stop: StopRequest) -> bool:
@@ -79,47 +62,8 @@ def run_table(ablation: Ablation, store: RunStore, stop: StopRequest) -> bool:
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
-    corpus, table = ablation.corpus(), ablation.table
-    for entry in store.entries() + store.entries(present=False):
-        for side, found in corpus.items():
-            if (before := entry.config.get("corpus", {}).get(side)) != found:
-                raise ValueError(
-                    f"{side} corpus: its tokens have the sha256 {found}, those of the runs in {store.path} {before}; "
-                    "give the same data, or another --out"
-                )
-    failed = False
-    for row, seed, settings in ablation.runs():
-        config = ablation.config(row, seed, settings, corpus)
-        if store.finished(config) is not None:
-            continue
-        if stop.requested:
-            return False
-        print(f"{table.name}: {row}, seed {seed}", flush=True)
-        directory = store.directory(config)
-        entry = store.attempt(config, functools.partial(_train, settings, directory, stop))
-        if entry is None:
-            return False
-        if entry.error is None:
-            shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # the curves stay
-        else:  # it goes on from there when it is tried again
-            failed = True
-            print(f"{row}, seed {seed}: failed, {entry.error}", flush=True)
-    return not failed
-
-
-def _train(settings: TrainConfig, directory: Path, stop: StopRequest) -> dict[str, Any] | None:
-    settings = dataclasses.replace(settings, workdir=str(directory))
-    try:
-        result = train(settings, limit_minutes=stop.minutes_left())
-    except TrainingDiverged as error:
-        return {"ended": "diverged", "why": str(error)}
-    if not result.finished:
-        return None
-    return {
-        "ended": "steps",
-        "bits_per_byte": result.validation_bits_per_byte,
-        "trigram_bits_per_byte": result.trigram_bits_per_byte,
-    }
+    runs = ablation.runs()
+    return make_runs(runs, read_corpus(runs[0].settings), store, stop)
 
 
 def main(argv: Sequence[str]) -> None:

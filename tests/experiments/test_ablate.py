@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import ablate, report_ablation
+from experiments import report_ablation, training_runs
 from experiments.ablate import Ablation, run_table
 from experiments.configs import SOURCES, TABLES
 from experiments.loop import TrainingDiverged
@@ -41,6 +41,7 @@ def trained(monkeypatch):
         asked.append(settings)
         limits.append(limit_minutes)
         Path(settings.workdir, CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        Path(settings.workdir, "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 7.0}\n')
         answer = answers.get(len(asked), 2.0 + 0.01 * settings.seed + 0.1 * (settings.overrides.get("conv_width") == 0))
         if isinstance(answer, Exception):
             raise answer
@@ -48,7 +49,7 @@ def trained(monkeypatch):
             finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6
         )  # fmt: skip
 
-    monkeypatch.setattr(ablate, "train", train)
+    monkeypatch.setattr(training_runs, "train", train)
     return SimpleNamespace(asked=asked, limits=limits, answers=answers)
 
 

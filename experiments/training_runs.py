@@ -1,0 +1,125 @@
+"""Language models trained one after the other into a store: what a table (ablate.py) and a ladder (scaling.py) share.
+
+A finished run is read and not repeated. One that was stopped or killed goes on from its directory under runs/. All runs
+of a file are of one corpus, told by the hash of its tokens; another one is refused.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.loop import TrainingDiverged, train
+from experiments.metrics import read_metrics
+from experiments.run_directory import CHECKPOINTS
+from experiments.run_store import RunStore
+from experiments.stopping import StopRequest
+from experiments.text import load_corpus
+from experiments.tokenization import get_tokenizer
+from experiments.train_config import TrainConfig
+
+PLACES = ("data", "validation_data", "tokenizer")  # paths: what they hold is told by its hash
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """One model to train."""
+
+    name: str  # for people
+    what: Mapping[str, Any]  # all that decides its numbers but the corpus and the code, in JSON types
+    settings: TrainConfig
+
+    def config(self, corpus: "CorpusFacts") -> dict[str, Any]:
+        """The run for `RunStore`."""
+        return {**self.what, "corpus": corpus.hashes}
+
+
+class CorpusFacts(NamedTuple):
+    """A corpus as runs are told apart by it."""
+
+    hashes: dict[str, str]  # sha256 of the tokens that are trained and validated on, in an order that is no run's
+    training_tokens: int
+    bytes_per_token: float  # of the validation text that an evaluation reads
+
+
+def read_corpus(settings: TrainConfig) -> CorpusFacts:
+    """What settings.data and validation_data hold. ValueError as of `load_corpus`."""
+    tokenizer = get_tokenizer(settings.tokenizer)
+    found = load_corpus(settings.data, tokenizer, validation_data=settings.validation_data, seed=0)
+    hashes = {name: hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for name, x in found._asdict().items()}
+    validation = found.validation[: settings.eval_tokens]
+    return CorpusFacts(hashes, len(found.train), len(tokenizer.to_bytes(validation)) / len(validation))
+
+
+def training_fields(settings: TrainConfig, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings that decide numbers, less seed, paths and those named."""
+    left_out = (*PLACES, "seed", *without)
+    return {name: value for name, value in settings.binding().items() if name not in left_out} | {
+        "eval_tokens": settings.eval_tokens
+    }
+
+
+def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest) -> bool:
+    """Do what is missing; True if nothing is left, False if it was stopped before or a run failed.
+
+    A run that fails is written down with its reason, and the others go on; a later call tries it again. Results are
+    {"ended": "steps", "bits_per_byte", "trigram_bits_per_byte", "tokens_per_second", "bytes_per_token",
+    "training_tokens"} or {"ended": "diverged", "why"}.
+
+    Raises ValueError for a corpus that is not the one of the runs in the file.
+    """
+    require_same_corpus(corpus, store)
+    failed = False
+    for run in runs:
+        config = run.config(corpus)
+        if store.finished(config) is not None:
+            continue
+        if stop.requested:
+            return False
+        print(f"{store.path.stem}: {run.name}", flush=True)
+        directory = store.directory(config)
+        entry = store.attempt(config, functools.partial(_train, run.settings, corpus, directory, stop))
+        if entry is None:
+            return False
+        if entry.error is None:
+            shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # the curves stay
+        else:  # it goes on from there when it is tried again
+            failed = True
+            print(f"{run.name}: failed, {entry.error}", flush=True)
+    return not failed
+
+
+def require_same_corpus(corpus: CorpusFacts, store: RunStore) -> None:
+    """ValueError for a corpus that is not the one of the runs in the file."""
+    for entry in store.entries() + store.entries(present=False):
+        for side, found in corpus.hashes.items():
+            if (before := entry.config.get("corpus", {}).get(side)) != found:
+                raise ValueError(
+                    f"{side} corpus: its tokens have the sha256 {found}, those of the runs in {store.path} {before}; "
+                    "give the same data, or another --out"
+                )
+
+
+def _train(settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: StopRequest) -> dict[str, Any] | None:
+    settings = dataclasses.replace(settings, workdir=str(directory))
+    try:
+        result = train(settings, limit_minutes=stop.minutes_left())
+    except TrainingDiverged as error:
+        return {"ended": "diverged", "why": str(error)}
+    if not result.finished:
+        return None
+    speeds = [record["tokens_per_second"] for record in read_metrics(directory) if "tokens_per_second" in record]
+    return {
+        "ended": "steps",
+        "bits_per_byte": result.validation_bits_per_byte,
+        "trigram_bits_per_byte": result.trigram_bits_per_byte,
+        "tokens_per_second": statistics.median(speeds),
+        "bytes_per_token": corpus.bytes_per_token,
+        "training_tokens": corpus.training_tokens,
+    }
