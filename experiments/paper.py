@@ -3,6 +3,8 @@
 SYNTHETIC: Kimi Linear (arXiv 2510.26692), Figure 4. DECODE and PREFILL: its Figures 1b and 7. The paper prints few
 numbers for them; these are read from the vector paths of its PDF, a way that finds the numbers which the paper does
 print (in Figure 1b) to 0.1%. ATTN_RES: Attention Residuals (arXiv 2603.15031).
+
+SCALING: the scaling laws of both papers, fitted to five sizes each, those of their Table 2.
 """
 
 SYNTHETIC_SOURCE = "Kimi Linear, arXiv 2510.26692, Figure 4, digitised"
@@ -78,3 +80,16 @@ DECODE_PRINTED = {
 }
 CACHE_SAVING = "up to 75%"
 ATTN_RES_INFERENCE = "less than 2%"  # more time, on "typical" workloads
+
+# (A, alpha) of L = A C^-alpha, C in PFLOP/s-days, by paper and model.
+SCALING_LAWS = {
+    "Kimi Linear, arXiv 2510.26692": {"mla": (2.3092, 0.0536), "hybrid": (2.2879, 0.0527)},
+    "Attention Residuals, arXiv 2603.15031": {
+        "hybrid": (1.891, 0.057),
+        "block": (1.870, 0.058),
+        "full": (1.865, 0.057),
+    },
+}
+# How many times the compute the second model needs for the loss of the first.
+SCALING_ADVANTAGE = {("hybrid", "mla"): 1.16, ("block", "hybrid"): 1.25}
+SCALING_AT = 5.6  # PFLOP/s-days, where Attention Residuals states it; Kimi Linear does not say where

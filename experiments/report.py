@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import report_ablation, report_decode, report_synthetic
+from experiments import report_ablation, report_decode, report_scaling, report_synthetic
 from experiments.configs import TABLES
 from experiments.files import replace_text
 
@@ -32,6 +32,8 @@ def report(results: Path) -> Path:
     for table in TABLES.values():
         if (path := results / f"{table.name}.json").exists():
             lines += report_ablation.section(table, path)
+    if (path := results / "scaling.json").exists():
+        lines += report_scaling.section(path)
     if (path := results / "decode.json").exists():
         lines += report_decode.section(path)
     lines += _files(results)

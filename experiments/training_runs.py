@@ -76,13 +76,12 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
     """
     require_same_corpus(corpus, store)
     failed = False
-    for run in runs:
-        config = run.config(corpus)
-        if store.finished(config) is not None:
-            continue
+    missing = [run for run in runs if store.finished(run.config(corpus)) is None]
+    for index, run in enumerate(missing):
         if stop.requested:
             return False
-        print(f"{store.path.stem}: {run.name}", flush=True)
+        print(f"[{len(missing) - index} left] {store.path.stem}: {run.name}", flush=True)
+        config = run.config(corpus)
         directory = store.directory(config)
         entry = store.attempt(config, functools.partial(_train, run.settings, corpus, directory, stop))
         if entry is None:
