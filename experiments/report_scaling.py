@@ -100,11 +100,14 @@ def draw(group: Group, path: Path) -> None:
             axis.plot(x, [found.law.loss(c) for c in x], color=color, linewidth=1)
             label += f": {found.law.A:.3f} C^-{found.law.alpha:.4f}"
         axis.errorbar(compute, mean, [s or 0 for s in std], color=color, fmt="o", markersize=4, capsize=3, label=label)
-    axis.set(xlabel="training compute C, PFLOP/s-days", ylabel="validation loss, nats per token", title=path.stem)
+    axis.set(xlabel="training compute C, PFLOP/s-days", ylabel="validation loss, nats per token")
     axis.set_xscale("log")
     axis.set_yscale("log")
     for kind in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         kind(ticker.FormatStrFormatter("%.3g"))
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%.0e"))
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     axis.grid(alpha=0.3, which="both")
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)

@@ -206,8 +206,9 @@ def test_tiny_sizes_are_trained(texts, store, monkeypatch):
     monkeypatch.setattr(scaling_study, "SIZES", {"4M": Size(1, 4, 2), "7M": Size(2, 4, 2)})
     Path(texts["data"]).write_bytes(b"\0".join(b"one two three %d" % i for i in range(500)))
     fields = {**texts, "batch_size": 2, "sequence_length": 64}
-    study = Study(sizes=("4M", "7M"), models=("mla", "full"), seeds=1, tokens_per_parameter=0.005, fields=fields)
-    corpus = read_corpus(study.runs()[0].settings)
-    assert run_study(study, corpus, store, StopRequest())
+    for sizes, models in ((("4M", "7M"), ("mla",)), (("4M",), ("block",))):
+        study = Study(models, sizes, seeds=1, tokens_per_parameter=0.005, fields=fields)
+        assert run_study(study, read_corpus(study.runs()[0].settings), store, StopRequest())
+    assert len(store.entries()) == 3
     assert all(e.result["ended"] == "steps" and e.result["tokens_per_second"] > 0 for e in store.entries())
     assert "| 4M | all MLA | 4 x 64 |" in "\n".join(report_scaling.section(store.path))
