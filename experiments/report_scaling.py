@@ -175,8 +175,8 @@ def _laws(group: Group) -> list[str]:
         return refused
     return [
         f"Fitted: loss = A C^-alpha, C in PFLOP/s-days, by least squares in logarithms. In brackets are {COVERED} "
-        "intervals of a bootstrap over residuals of sizes and over seeds (`scaling_fit.py`): with so few sizes they "
-        "are rough, and none of them covers the law being wrong.",
+        "intervals of a bootstrap over residuals of sizes and over seeds: with so few sizes they are rough, with one "
+        "seed too narrow (`scaling_fit.py` says by how much), and none of them covers the law being wrong.",
         "",
         *markdown_table(["model", "A", "alpha", "alpha in the paper"], rows),
         *refused,

@@ -51,8 +51,9 @@ def plan(study: Study, corpus: CorpusFacts, store: RunStore) -> str:
     pace, origin = _pace(store)
     seconds = [guessed_seconds(config) * pace for config in left]
     each, most = f"{min(seconds):.0f} to {max(seconds):.0f} s each", max(map(tokens_of, left))
+    programs = len({(config["model"], config["size"]) for config in left})
     return (
-        f"{said}\n{sum(seconds) / 60:.0f} minutes, {each}, without compilation ({origin}): "
+        f"{said}\n{sum(seconds) / 60:.0f} minutes, {each}, besides compiling {programs} programs ({origin}): "
         f"{sum(map(flops_of, left)) / 1e15:.4g} PFLOP, forward and backward\n"
         f"the longest run reads {most / 1e6:.4g}M tokens, the training text {most / corpus.training_tokens:.2g} times"
     )
@@ -64,7 +65,7 @@ def _pace(store: RunStore) -> tuple[float, str]:
     if not done:
         return 1.0, "guessed for an H200"
     found = [tokens_of(e.config) / e.result["tokens_per_second"] / guessed_seconds(e.config) for e in done]
-    return statistics.median(found), f"from {len(done)} runs on {card()}"
+    return statistics.median(found), f"at the pace of {len(done)} finished on {card()}"
 
 
 def main(argv: Sequence[str]) -> None:

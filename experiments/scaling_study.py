@@ -10,6 +10,9 @@ sizes should take about four minutes on an H200, as `guessed_seconds` guesses; t
 Rows: 1024 tokens, for attention has then a sixth to a third of the all-MLA model's operations. In the paper's smallest,
 of 1216 channels and 4096 tokens, it has a fifth; in longer rows of so narrow models the hybrid would win by that alone.
 
+Memory: nothing is recomputed. What the backward pass keeps is 24 to 43 GiB at 22M, 40 to 87 GiB at 52M, most with Full
+AttnRes; half with --batch_size=32, of which twice as many steps are made.
+
 Learning rate: falls as one over the width, as the rates of both papers' Table 2 do to a few percent (2.4 / D and
 2.6 / D), from the 5e-3 that our tables train 256 channels with. It is not tuned for any model, and the same for all.
 """

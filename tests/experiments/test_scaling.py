@@ -1,5 +1,6 @@
 """The scaling study: which runs it consists of, what they cost, how they go on, what the report says of them."""
 
+import dataclasses
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from experiments import report_scaling, scaling_study, training_runs
 from experiments.configs import SOURCES
 from experiments.flops import depth_sources, training_flops
 from experiments.loop import TrainingDiverged
+from experiments.report import report
 from experiments.run_store import RunStore
 from experiments.scaling import define_flags, plan, run_study, study_from_flags
 from experiments.scaling_study import HEAD, MODELS, SIZES, Size, Study, flops_of, guessed_seconds, model_of, tokens_of
@@ -67,7 +69,7 @@ def test_sizes_are_what_they_are_called_and_grow_in_depth_and_width():
         model = get_config("tiny", **size.overrides("block"))
         assert model.layer_kinds == ("kda", "kda", "kda", "mla") * (size.layers // 4), name
         assert model.kda_head_dim == model.v_dim == model.qk_nope_dim + model.qk_rope_dim == HEAD
-        assert 6 <= 2 * size.layers / size.block_size <= 8
+        assert 6 <= 2 * model.num_layers / model.block_size <= 8
     small, *_, large = SIZES.values()
     assert large.layers > small.layers and large.width > small.width
     for before, after in zip(SIZES.values(), list(SIZES.values())[1:], strict=False):
@@ -87,9 +89,7 @@ def test_models_of_a_size_differ_in_nothing_else():
         assert 0 <= tokens_of(run.what) - 10 * size.parameters() < s.batch_size * s.sequence_length
         differing = {k for k, v in s.overrides.items() if of_size.overrides.get(k) != v}
         assert differing <= {"mla_every", "residual", "block_size"}
-        assert model_of(run.what) == s.model_config(vocab_size=256).__class__(
-            **{**vars(s.model_config(vocab_size=256)), "dtype": "float32"}
-        )
+        assert model_of(run.what) == dataclasses.replace(s.model_config(vocab_size=256), dtype="float32")
     assert 120 < max(guessed_seconds(run.what) for run in runs) < 300  # on an H200
     twice = Study(tokens_per_parameter=20, learning_rate=1e-2).run("mla", "7M", 0)
     assert twice.settings.learning_rate == 1e-2 and tokens_of(twice.what) > 19.9 * SIZES["7M"].parameters()
@@ -148,6 +148,7 @@ def test_the_plan_says_what_is_left_and_learns_from_what_was_measured(texts, sto
     said = plan(study, corpus, store)
     guess = sum(map(guessed_seconds, configs)) / 60
     assert said.startswith(f"4 runs: 0 finished, 4 left\n{guess:.0f} minutes, ") and "(guessed for an H200)" in said
+    assert "besides compiling 4 programs" in said
     assert f"{sum(map(flops_of, configs)) / 1e15:.4g} PFLOP" in said
     tokens = tokens_of(configs[-1])
     assert f"reads {tokens / 1e6:.4g}M tokens, the training text {tokens / corpus.training_tokens:.2g} times" in said
@@ -156,7 +157,8 @@ def test_the_plan_says_what_is_left_and_learns_from_what_was_measured(texts, sto
     assert plan(study, corpus, store).startswith("4 runs: 1 finished, 3 left\n") and len(store.entries()) == 1
     pace = tokens_of(configs[0]) / 1e6 / guessed_seconds(configs[0])  # it made 1e6 tokens per second
     minutes = sum(guessed_seconds(c) for c in configs[1:]) * pace / 60
-    assert f"\n{minutes:.0f} minutes" in plan(study, corpus, store) and "from 1 runs on" in plan(study, corpus, store)
+    said = plan(study, corpus, store)
+    assert f"\n{minutes:.0f} minutes" in said and "pace of 1 finished on" in said
     assert run_study(study, corpus, store, StopRequest()) and run_study(study, corpus, store, StopRequest())
     assert len(trained.asked) == 5 and trained.asked[1].workdir == trained.asked[2].workdir
     assert plan(study, corpus, store) == "4 runs: 4 finished, 0 left"
@@ -195,7 +197,7 @@ def test_the_report_fits_what_was_measured(texts, store, trained):
 def test_the_report_refuses_a_law_of_two_sizes(texts, store, trained):
     study = Study(sizes=("4M", "7M"), models=("mla", "hybrid"), seeds=1, fields=texts)
     assert run_study(study, read_corpus(study.runs()[0].settings), store, StopRequest())
-    text = "\n".join(report_scaling.section(store.path))
+    text = report(store.path.parent).read_text()
     assert "No law for all MLA: a fit needs at least 3 sizes, got 2 (4M, 7M)." in text
     assert "No advantage of hybrid (3 KDA : 1 MLA) against all MLA: a fit needs at least 3 sizes" in text
     assert "| alpha" not in text and "draws above 1" not in text and "| 7M | all MLA | 8 x 256 |" in text

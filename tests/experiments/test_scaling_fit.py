@@ -38,18 +38,20 @@ def test_an_advantage_without_noise_is_that_of_the_laws():
     assert advantage(measured(same_slope), measured(TRUE)).above_one == 0
 
 
-def test_intervals_cover_the_truth_about_as_often_as_they_say():
+@pytest.mark.parametrize("seeds, least", [(1, 0.7), (3, 0.9)])
+def test_intervals_cover_the_truth_about_as_often_as_they_say(seeds, least):
+    """Of 60 made-up studies; what is expected is in scaling_fit."""
     rng, covered, widths, slopes = np.random.default_rng(0), [], [], []
     for _ in range(60):
-        ours, theirs = (0.004 * rng.normal(size=(5, 3)) for _ in range(2))
+        ours, theirs = (0.004 * rng.normal(size=(5, seeds)) for _ in range(2))
         fit = fit_law(measured(TRUE, noise=ours))
         found = advantage(measured(TRUE, noise=ours), measured(BASELINE, noise=theirs))
         truth = compute_advantage(TRUE, BASELINE, found.at)
         covered.append([low <= x <= high for x, (low, high) in ((TRUE.alpha, fit.alpha), (truth, found.interval))])
         widths.append(np.diff(fit.alpha)[0])
         slopes.append(fit.law.alpha)
-    assert np.all(np.mean(covered, axis=0) > 0.88)
-    assert 3.0 < np.median(widths) / np.std(slopes) < 7.0  # 3.9 for a normal distribution of known width
+    assert np.all(np.mean(covered, axis=0) > least)
+    assert np.median(widths) < 7 * np.std(slopes)  # 3.9 for a normal distribution of known width
 
 
 def test_what_both_models_share_costs_no_certainty():
