@@ -35,6 +35,8 @@ GUESSED_SHARE = 0.4  # of it, in wide models; a guess, as is how it falls with t
 HALF_WIDTH = 512  # where half of that share is left
 
 HEAD = 64
+# Tokens of it that are read: all, since the files of a glob lie one behind the other, each of another kind of text.
+VALIDATION = 1 << 23
 RATE_WIDTH = 256  # the width at which Study.learning_rate is the rate
 OF_RUN = ("model", "size", "seed", "overrides", "of_size")  # what may differ between runs that are compared
 
@@ -125,7 +127,7 @@ class Study:
     def settings(self, model: str, size: str, seed: int) -> TrainConfig:
         """One run for `train`; a twentieth of its steps is warm-up."""
         shape = SIZES[size]
-        shared = {"sequence_length": 1024, "batch_size": 64, "eval_tokens": 1 << 20, "checkpoint_every": 500}
+        shared = {"sequence_length": 1024, "batch_size": 64, "eval_tokens": VALIDATION, "checkpoint_every": 500}
         shared |= {"eval_every": 0, "sample_tokens": 0, **self.fields}
         plain = TrainConfig(**shared)  # refuses what the division below would choke on
         tokens = self.tokens_per_parameter * shape.parameters()
