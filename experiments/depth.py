@@ -1,11 +1,13 @@
-"""What a trained model's depth mixing has learned, and how large outputs and gradients are over the depth.
+"""What a trained model's depth mixing has learned, how large outputs and gradients are, and what outliers cost.
 
     uv run python -m experiments.depth --workdirs=runs/plain,runs/attn_res
 
 takes the newest checkpoint of each run, reads validation text of the run's own, and writes the numbers
 (results/depth.json) and a figure of them (results/depth.png): how much of each source every site reads, on average over
 tokens, and for every sub-layer the root mean square of its output and of the loss's gradient there (AttnRes, Figures 5
-and 8).
+and 8). Also how far single numbers of an output stand out, by the largest magnitude and the kurtosis, and the loss with
+weights rounded to int8 and int4, which suffer from that (arXiv 2605.17887, as far as its abstract says it; activations
+are not rounded here).
 """
 
 import json
@@ -31,18 +33,22 @@ from experiments.tokenization import get_tokenizer
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers.residuals import DepthMix, DepthState, make_residual
 from kimi_jax.model import KimiLM, lm_loss
+from kimi_jax.quantize import round_weights
 
 ROWS = 8  # of validation text
+ROUNDED = (8, 4)  # bits of weights
+COLUMNS = 3  # of the figure
 
 
 def depth_profile(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | None = None) -> dict[str, Any]:
     """Numbers over the depth of a model on tokens int [B, T], means over all of its tokens.
 
     Returns:
-        {"loss": nats per token, "output_rms": [sub-layers], "gradient_rms": [sub-layers], of the mean loss with respect
-        to each output, "weights": per site a list over its sources (the embedding or oldest block first, the growing
-        one last), or None where the site weighs nothing or in another way than softmax over normalised keys}. The last
-        site is the output's.
+        {"loss": nats per token, "output_rms": [sub-layers], "output_largest": [sub-layers], the largest magnitude,
+        "output_kurtosis": [sub-layers], of all numbers of an output, 3 for normal ones, "gradient_rms": [sub-layers],
+        of the mean loss with respect to each output, "weights": per site a list over its sources (the embedding or
+        oldest block first, the growing one last), or None where the site weighs nothing or in another way than softmax
+        over normalised keys}. The last site is the output's.
 
     Raises:
         NotImplementedError: for scan_layers, whose sites are not seen one by one.
@@ -66,7 +72,7 @@ def depth_profile(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | Non
     (found, (outputs, weights)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(zeros)
     return {
         "loss": float(found),
-        "output_rms": [float(x) for x in outputs],
+        **{f"output_{name}": [float(x[name]) for x in outputs] for name in ("rms", "largest", "kurtosis")},
         "gradient_rms": [float(_rms(x)) for x in gradients],
         "weights": [None if w is None else [float(x) for x in w] for w in weights],
     }
@@ -91,7 +97,7 @@ class _Probe:
         return self.residual.mix(state, site)
 
     def add(self, state, output, site=None):
-        self.outputs.append(_rms(output))
+        self.outputs.append({"rms": _rms(output), **_outliers(output)})
         return self.residual.add(state, output + self.nudges[state.depth], site)
 
 
@@ -108,8 +114,26 @@ def _rms(x):
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
+def _outliers(x):
+    x = x.astype(jnp.float32)
+    centred = x - jnp.mean(x)
+    return {"largest": jnp.max(jnp.abs(x)), "kurtosis": jnp.mean(centred**4) / jnp.mean(centred**2) ** 2}
+
+
+def rounded_losses(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | None = None) -> dict[str, float]:
+    """{"int8", "int4": nats per token of the model with its weights rounded}; the model itself stays as it is."""
+    loss = nnx.jit(lambda model: lm_loss(model, tokens, segment_ids)[0])
+    found = {}
+    for bits in ROUNDED:
+        rounded = nnx.clone(model)
+        round_weights(rounded, bits)
+        found[f"int{bits}"] = float(loss(rounded))
+    return found
+
+
 def profile_run(workdir: str) -> dict[str, Any]:
-    """`depth_profile` of a run's newest checkpoint on the first rows of its validation text, with what the run was.
+    """`depth_profile` of a run's newest checkpoint on the first rows of its validation text, with what the run was and
+    "rounded_losses".
 
     ValueError if the directory holds no run or no checkpoint.
     """
@@ -121,33 +145,39 @@ def profile_run(workdir: str) -> dict[str, Any]:
         settings.data, get_tokenizer(settings.tokenizer), validation_data=settings.validation_data, seed=settings.seed
     )
     batch = next(validation_batches(corpus.validation, sequence_length=settings.sequence_length, batch_size=ROWS))
-    profile = depth_profile(model, jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids))
+    text = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
+    profile = {**depth_profile(model, *text), "rounded_losses": rounded_losses(model, *text)}
     about = {"config": settings.config, "overrides": settings.overrides, "steps": settings.steps, "seed": settings.seed}
     return {"run": about, "residual": model.config.residual, "block_size": model.config.block_size, **profile}
 
 
 def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """The weights of every run that has some, and outputs and gradients of all."""
+    """The weights of every run that has some; outputs, their outliers and gradients of all."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
     mixed = {name: p for name, p in profiles.items() if any(w is not None for w in p["weights"])}
-    figure, axes = pyplot.subplots(1, len(mixed) + 2, figsize=(4.6 * (len(mixed) + 2), 4.2), layout="constrained")
+    rows = -(-(len(mixed) + 3) // COLUMNS)
+    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(4.6 * COLUMNS, 4.2 * rows), layout="constrained")
+    axes = axes.ravel()
+    for axis in axes[len(mixed) + 3 :]:
+        axis.remove()
     for axis, (name, profile) in zip(axes, mixed.items(), strict=False):
         image = axis.imshow(_as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set(title=f"{name}: what each site reads", xlabel="source, oldest first", ylabel="site, the output's last")
         figure.colorbar(image, ax=axis, label="mean weight")
     for axis, key, title in (
-        (axes[-2], "output_rms", "outputs"),
-        (axes[-1], "gradient_rms", "gradients at the outputs"),
+        (axes[len(mixed)], "output_rms", "outputs, root mean square"),
+        (axes[len(mixed) + 1], "output_kurtosis", "outputs, kurtosis"),
+        (axes[len(mixed) + 2], "gradient_rms", "gradients at the outputs, root mean square"),
     ):
         for name, profile in profiles.items():
             axis.plot(range(1, len(profile[key]) + 1), profile[key], marker="o", markersize=3, label=name)
-        axis.set(title=f"{title}, root mean square", xlabel="sub-layer", yscale="log")
+        axis.set(title=title, xlabel="sub-layer", yscale="log")
         axis.legend()
-    for axis in axes:
+    for axis in axes[: len(mixed) + 3]:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -187,7 +217,10 @@ def main(argv: list[str]) -> None:
         last = profile["weights"][-1]
         read = "" if last is None else f"   the output reads {', '.join(f'{w:.2f}' for w in last)}"
         rms = profile["output_rms"]
-        print(f"{name}: {profile['loss']:.3f} nats   outputs {min(rms):.2g} to {max(rms):.2g}{read}")
+        cost = ", ".join(f"{to} {found - profile['loss']:+.4f}" for to, found in profile["rounded_losses"].items())
+        print(
+            f"{name}: {profile['loss']:.3f} nats   outputs {min(rms):.2g} to {max(rms):.2g}   rounded to {cost}{read}"
+        )
     print(f"wrote {out} and {out.with_suffix('.png')}")
 
 

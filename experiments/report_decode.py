@@ -87,7 +87,7 @@ def section(path: Path) -> list[str]:
         *_about("One row:", _steps(found)),
         LIMITS,
         "",
-        *_about("As many rows as memory has room for, time per token and row:", _largest(found)),
+        *_about("As many rows as memory has room for, 512 at most, time per token and row:", _largest(found)),
         *_about("The last piece of a prompt that ends at that context, one row; the paper's are whole prompts:",
                 _pieces(found)),
         *_about("The cache of one row, of all 27 layers, counted from its shapes:", _caches(found)),

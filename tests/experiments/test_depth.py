@@ -15,6 +15,7 @@ from experiments import depth
 from experiments.depth import depth_profile
 from kimi_jax.configs import get_config
 from kimi_jax.model import KimiLM, lm_loss
+from kimi_jax.quantize import round_weights
 from tests.support import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,8 @@ def test_gradients_are_those_of_the_outputs():
     after = depth_profile(model, TOKENS)
     assert after["output_rms"][1] == pytest.approx(2 * before["output_rms"][1], rel=1e-5)
     assert after["output_rms"][0] == pytest.approx(before["output_rms"][0], rel=1e-6)
+    assert after["output_largest"][1] == pytest.approx(2 * before["output_largest"][1], rel=1e-5)
+    assert after["output_kurtosis"][1] == pytest.approx(before["output_kurtosis"][1], rel=1e-4)
 
     def loss(bias):
         own = nnx.merge(*nnx.split(model))
@@ -77,6 +80,26 @@ def test_gradients_are_those_of_the_outputs():
 def test_remat_changes_nothing():
     plain, again = (depth_profile(tiny(residual="block_attn_res", remat=r), TOKENS) for r in ("none", "layer"))
     assert plain["output_rms"] == again["output_rms"] and plain["weights"] == again["weights"]
+
+
+def test_outliers_are_those_of_the_numbers():
+    x = np.random.default_rng(0).normal(1.0, 2.0, (4, 3000))
+    x[1, 5] = -60.0
+    found = depth._outliers(jnp.asarray(x, jnp.float32))
+    assert found["largest"] == 60.0
+    assert found["kurtosis"] == pytest.approx(((x - x.mean()) ** 4).mean() / x.var() ** 2, rel=1e-4)
+
+
+def test_rounded_losses_are_those_of_rounded_models():
+    model = tiny(residual="standard")
+    exact = float(lm_loss(model, TOKENS)[0])
+    found = depth.rounded_losses(model, TOKENS)
+    assert float(lm_loss(model, TOKENS)[0]) == exact  # the model is as it was
+    for name, bits in (("int8", 8), ("int4", 4)):
+        rounded = nnx.clone(model)
+        round_weights(rounded, bits)
+        assert_close(found[name], float(lm_loss(rounded, TOKENS)[0]), 1e-6, name)
+    assert 0 < abs(found["int8"] - exact) < abs(found["int4"] - exact)
 
 
 def test_scanned_layers_are_refused():

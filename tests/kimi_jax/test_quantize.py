@@ -10,7 +10,7 @@ from flax import nnx
 
 from kimi_jax import KimiLM, load_hf
 from kimi_jax.hf_tensors import official_tensors
-from kimi_jax.quantize import SENSITIVE, round_to_int8
+from kimi_jax.quantize import SENSITIVE, round_weights
 from tests.kimi_jax.small_models import small_config, tokens_for
 from tests.support import GOLDEN, rel_l2
 
@@ -55,17 +55,17 @@ def test_field_CK06():
     for keep in (SENSITIVE, ALL_BUT_LINEARS):
         model = slow_hybrid()
         exact = states(*nnx.split(model), tokens_for(model.config, 1, T))
-        round_to_int8(model, keep=keep)
+        round_weights(model, keep=keep)
         rounded = states(*nnx.split(model), tokens_for(model.config, 1, T))
         errors.append(np.array([rel_l2(*pair) for pair in zip(rounded, exact, strict=True)]))
     by_default, all_linears = errors
     assert (by_default < 0.05).all() and (all_linears > 2 * by_default).all()
 
 
-@pytest.mark.parametrize("folder", ["kimi_linear_a", "kimi_k3_a"])
-def test_the_rest_has_255_levels_per_channel(folder):
+@pytest.mark.parametrize("folder, bits, largest", [("kimi_linear_a", 8, 127), ("kimi_k3_a", 4, 7)])
+def test_the_rest_has_few_levels_per_channel(folder, bits, largest):
     model, exact = load_hf(GOLDEN / folder), official_tensors(load_hf(GOLDEN / folder))
-    round_to_int8(model)
+    round_weights(model, bits)
     for name, tensor in official_tensors(model).items():
         rows = tuple(row for row in (tensor.group, tensor.expert) if row is not None)
         now, before = (
@@ -75,7 +75,7 @@ def test_the_rest_has_255_levels_per_channel(folder):
         if name.endswith(SENSITIVE):
             np.testing.assert_array_equal(now, before, err_msg=name)
             continue
-        step = np.abs(before).max(axis=-1, keepdims=True) / 127
+        step = np.abs(before).max(axis=-1, keepdims=True) / largest
         np.testing.assert_allclose(now / step, np.round(now / step), atol=1e-3, err_msg=name)
         assert 0 < np.abs(now - before).max() and (np.abs(now - before) <= 0.501 * step).all(), name
 
@@ -89,6 +89,12 @@ def test_every_name_that_is_kept_exists():
 def test_everything_can_be_rounded():
     model = load_hf(GOLDEN / "kimi_linear_a")
     before = model.layers.layer(0).attention.dt_bias[...]
-    round_to_int8(model, keep=())
+    round_weights(model, keep=())
     after = model.layers.layer(0).attention.dt_bias[...]
     assert 0 < jnp.abs(after - before).max() <= 0.501 * jnp.abs(before).max() / 127
+
+
+@pytest.mark.parametrize("bits", [1, 16, 4.5])
+def test_other_numbers_of_bits_are_refused(bits):
+    with pytest.raises(ValueError, match=f"bits={bits} is not allowed: 2 to 8"):
+        round_weights(None, bits)
