@@ -5,7 +5,8 @@
     python -m experiments.report
 
 The tables are in configs/, one file each. A finished run is read from results/TABLE.json and never repeated; one that
-was stopped goes on from its directory under runs/. All runs of a table are of one corpus: another one is refused.
+was stopped goes on from its directory under runs/. All runs of a table are of one corpus: another one is refused. The
+same command on another device (CUDA_VISIBLE_DEVICES=1), started meanwhile, shares the runs that are left.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax
 from absl import app, flags, logging
 
 from experiments.configs import SOURCES, TABLES, Table
-from experiments.run_store import RunStore
+from experiments.run_store import RunStore, keep_programs
 from experiments.stopping import StopRequest
 from experiments.training_runs import TrainingRun, make_runs, read_corpus, training_fields
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         ablation = Ablation(table, rows, values.seeds, fields)
         store = RunStore(values.out or f"results/{table.name}.json", sources=SOURCES, command=command, runs=values.runs)
+        keep_programs(values.runs)
         with StopRequest(values.limit_minutes) as stop:
             done = run_table(ablation, store, stop)
     except ValueError as error:

@@ -15,6 +15,7 @@ directory that `RunStore.directory` names.
 import fcntl
 import hashlib
 import json
+import os
 import platform
 import time
 import tokenize
@@ -27,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 
 from experiments.benchmark_suites import card, versions
@@ -115,6 +117,15 @@ class RunStore:
             return self.record_failure(config, reason, seconds=time.monotonic() - started)
         return None if result is None else self.record(config, result, seconds=time.monotonic() - started)
 
+    @contextmanager
+    def claim(self, config: Mapping[str, Any]) -> Iterator[bool]:
+        """True while this process alone may make this run; False if it is finished or another process makes it.
+
+        So the same command can be started once per device: each takes the next run that nobody has.
+        """
+        with self._lock(self.directory(config).name, wait=False) as alone:
+            yield alone and self.finished(config) is None
+
     def comparable(self, varying: Sequence[str]) -> list[tuple[Entry, ...]]:
         """All runs, in groups that agree in code and in every field of their config but the varying ones.
 
@@ -144,7 +155,7 @@ class RunStore:
             command=self.command,
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._alone():
+        with self._lock("file", wait=True):  # not the file itself, since it is replaced
             entries = {**self._read(), entry.key: entry}
             replace_text(self.path, _as_lines(entries.values()))
         return entry
@@ -163,12 +174,22 @@ class RunStore:
         return self._known[1]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Until it ends, no other process replaces the file. The file itself cannot be locked, since it is replaced."""
+    def _lock(self, name: str, *, wait: bool) -> Iterator[bool]:
+        """Whether no other process has this name; it is kept until this ends, or the process does."""
         self._runs.mkdir(parents=True, exist_ok=True)
-        with (self._runs / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        with (self._runs / f"{name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+
+def keep_programs(runs: str | Path) -> None:
+    """Keep compiled programs beside unfinished runs, for other seeds and processes; or where jax has been told to."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(runs, "compilation_cache")))
 
 
 def fingerprint(patterns: Sequence[str], root: Path = ROOT) -> str:

@@ -11,7 +11,6 @@ on from its directory under runs/. All runs are of one corpus: another one is re
 """
 
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -23,7 +22,7 @@ from absl import app, flags, logging
 
 from experiments.benchmark_suites import card
 from experiments.configs import SOURCES
-from experiments.run_store import RunStore
+from experiments.run_store import RunStore, keep_programs
 from experiments.scaling_study import MODELS, SIZES, Study, flops_of, guessed_seconds, tokens_of
 from experiments.stopping import StopRequest
 from experiments.training_runs import CorpusFacts, make_runs, read_corpus, require_same_corpus
@@ -80,8 +79,7 @@ def main(argv: Sequence[str]) -> None:
         print(plan(study, corpus, store), flush=True)
         if values.plan:
             return
-        if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # seeds share their programs
-            jax.config.update("jax_compilation_cache_dir", os.path.join(values.runs, "compilation_cache"))
+        keep_programs(values.runs)
         with StopRequest(values.limit_minutes) as stop:
             done = run_study(study, corpus, store, stop)
     except ValueError as error:

@@ -3,6 +3,7 @@
     python -m experiments.synthetic                         all of it, or what is missing of it
     python -m experiments.synthetic --limit_minutes=3       a part: the same command goes on where this one stopped
     python -m experiments.synthetic --plan                  what is finished and what is left; nothing is run
+    CUDA_VISIBLE_DEVICES=1 python -m experiments.synthetic  meanwhile on a second device: they share the runs
     python -m experiments.report                            the table and the figure
 
 Accuracy by step at one length for a grid of learning rates, then by length at each model's best rate. A finished run is
@@ -11,18 +12,19 @@ runs/. The tasks are in synthetic_tasks.py, the models in synthetic_models.py, o
 synthetic_training.py, the order of all of them in synthetic_study.py.
 """
 
+import contextlib
 import dataclasses
-import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from experiments.run_store import Entry, RunStore
+from experiments.run_store import Entry, RunStore, keep_programs
 from experiments.stopping import StopRequest
 from experiments.synthetic_models import MIXERS
 from experiments.synthetic_study import SOURCES, Study, peak
@@ -37,19 +39,24 @@ GUESS_OTHERS = 8e6
 def run_study(study: Study, store: RunStore, *, stop: Callable[[], bool] = lambda: False) -> bool:
     """Do what is missing; True if nothing is left, False if stop() ended it before or a run failed.
 
-    A run that fails is written down with its reason, and the others go on; a later call tries it again.
+    A run that fails is written down with its reason, and the others go on; a later call tries it again. Several
+    processes, one per device, share the work: each takes the next run that nobody is making.
     """
     programs, failed = Programs(), set()
     try:
         while runs := [run for run in study.pending(store) if run not in failed]:
             if stop():
                 return False
-            programs.prepare(_first_of_each(runs))
-            entry = _go(runs[0], len(runs), programs, store, stop)
+            with _next(runs, store) as run:
+                if run is None:  # what comes after depends on runs that other processes are making
+                    time.sleep(1)
+                    continue
+                programs.prepare(_first_of_each(runs[runs.index(run) :]))
+                entry = _go(run, len(runs), programs, store, stop)
             if entry is None:
                 return False
             if entry.error is not None:
-                failed.add(runs[0])
+                failed.add(run)
         return not failed
     finally:
         programs.close()
@@ -79,6 +86,17 @@ def flops(run: Run) -> float:
     matrices = 2 * (run.num_layers * per_layer + D * VOCABULARY)
     memory = H * (2 * run.length * d if run.model == "softmax" else 6 * d * d + 3 * 64 * d + 64 * 64)
     return 3.0 * run.steps * run.batch * run.length * (matrices + run.num_layers * memory)
+
+
+@contextlib.contextmanager
+def _next(runs: Sequence[Run], store: RunStore) -> Iterator[Run | None]:
+    """The first of these runs that no other process is making, kept from the others meanwhile; None: they have all."""
+    for run in runs:
+        with store.claim(run.config()) as mine:
+            if mine:
+                yield run
+                return
+    yield None
 
 
 def _go(run: Run, left: int, programs: Programs, store: RunStore, stop: Callable[[], bool]) -> Entry | None:
@@ -140,8 +158,7 @@ def main(argv: list[str]) -> None:
     print(plan(study, store), flush=True)
     if values.plan:
         return
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", os.path.join(values.runs, "compilation_cache"))
+    keep_programs(values.runs)
     with StopRequest(values.limit_minutes) as request:
         done = run_study(study, store, stop=lambda: request.requested)
     print(

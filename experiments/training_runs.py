@@ -66,9 +66,10 @@ def training_fields(settings: TrainConfig, *, without: Sequence[str] = ()) -> di
 
 
 def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest) -> bool:
-    """Do what is missing; True if nothing is left, False if it was stopped before or a run failed.
+    """Do what is missing; True if nothing is left, False if it was stopped before, a run failed or is still being made.
 
-    A run that fails is written down with its reason, and the others go on; a later call tries it again. Results are
+    Runs that another process is making are left to it, so that the same command can be started on several devices. A
+    run that fails is written down with its reason, and the others go on; a later call tries it again. Results are
     {"ended": "steps", "bits_per_byte", "trigram_bits_per_byte", "tokens_per_second", "bytes_per_token",
     "training_tokens"} or {"ended": "diverged", "why"}.
 
@@ -80,10 +81,13 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
     for index, run in enumerate(missing):
         if stop.requested:
             return False
-        print(f"[{len(missing) - index} left] {store.path.stem}: {run.name}", flush=True)
         config = run.config(corpus)
-        directory = store.directory(config)
-        entry = store.attempt(config, functools.partial(_train, run.settings, corpus, directory, stop))
+        with store.claim(config) as mine:
+            if not mine:
+                continue
+            print(f"[{len(missing) - index} left] {store.path.stem}: {run.name}", flush=True)
+            directory = store.directory(config)
+            entry = store.attempt(config, functools.partial(_train, run.settings, corpus, directory, stop))
         if entry is None:
             return False
         if entry.error is None:
@@ -91,7 +95,7 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
         else:  # it goes on from there when it is tried again
             failed = True
             print(f"{run.name}: failed, {entry.error}", flush=True)
-    return not failed
+    return not failed and all(store.finished(run.config(corpus)) is not None for run in missing)
 
 
 def require_same_corpus(corpus: CorpusFacts, store: RunStore) -> None:

@@ -14,6 +14,7 @@ from experiments.loop import TrainingDiverged
 from experiments.run_directory import CHECKPOINTS
 from experiments.run_store import RunStore
 from experiments.stopping import StopRequest
+from experiments.training_runs import read_corpus
 
 TABLE = TABLES["kda_table1"]
 ROWS = ("3:1", "no convolution")
@@ -95,6 +96,16 @@ def test_runs_are_made_once_and_go_on_after_a_stop(corpus, store, trained):
     assert run_table(more, store, StopRequest(limit_minutes=5))
     assert trained.limits[:5] == [math.inf] * 5 and 4 < trained.limits[6] < trained.limits[5] < 5
     assert StopRequest(limit_minutes=0).minutes_left() == 0
+
+
+def test_processes_share_the_runs_of_a_table(corpus, store, trained):
+    ablation = Ablation(TABLE, ROWS, 2, {**corpus, "dtype": "float32"})
+    first = ablation.runs()[0].config(read_corpus(ablation.runs()[0].settings))
+    elsewhere = RunStore(store.path, sources=SOURCES, runs=store.directory(first).parents[1])
+    with elsewhere.claim(first):
+        assert not run_table(ablation, store, StopRequest())  # the rest is done, and that one left to whoever has it
+    assert len(trained.asked) == 3 and store.finished(first) is None
+    assert run_table(ablation, store, StopRequest()) and len(trained.asked) == 4
 
 
 def test_another_corpus_is_refused_and_a_moved_one_is_not(corpus, store, trained, tmp_path):

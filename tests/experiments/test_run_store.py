@@ -33,6 +33,15 @@ def test_a_finished_run_is_found_again_whatever_the_order_of_its_fields(tree):
     assert open_store(tree).finished(CONFIG | {"seed": 1}) is None
 
 
+def test_a_run_is_made_by_one_process_at_a_time(tree):
+    here, there = open_store(tree), open_store(tree)  # locks tell open files apart, as they do processes
+    with here.claim(CONFIG) as mine, there.claim(CONFIG) as theirs, there.claim(CONFIG | {"seed": 1}) as other:
+        assert mine and not theirs and other
+        here.record(CONFIG, {"accuracy": [1.0]}, seconds=1)  # needs no claim
+    with there.claim(CONFIG) as theirs, here.claim(CONFIG | {"seed": 1}) as mine:
+        assert not theirs and mine  # it is finished meanwhile
+
+
 @pytest.mark.parametrize("text, same", [
     ('"""Said otherwise."""\n\ndef f(x):\n    # why\n    return x + 1  # so\n', True),
     ('def f(x):\n    """Of f."""\n    return (\n        x + 1\n    )\n', False),  # brackets are code

@@ -194,6 +194,30 @@ def test_runs_stop_go_on_and_fail_without_taking_others_along(tmp_path, monkeypa
     assert not [entry for entry in store.entries() if entry.error]
 
 
+def test_processes_share_the_runs_and_wait_for_grids(tmp_path, monkeypatch):
+    study, store = dataclasses.replace(STUDY, models=("softmax",), lengths=(8,)), open_store(tmp_path)
+    fast, slow = study.grid("palindrome", "softmax")
+    made, other = [], open_store(tmp_path)
+
+    def train(run, programs, directory, *, stop, report):
+        made.append(run)
+        return invented([0.5] * 4)
+
+    monkeypatch.setattr(synthetic, "train_run", train)
+    monkeypatch.setattr(synthetic.Programs, "prepare", lambda self, runs: None)
+    claim = other.claim(fast.config())
+    assert claim.__enter__()
+
+    def sleep(seconds):  # meanwhile the other process ends its run
+        assert made == [slow]
+        other.record(fast.config(), invented([0.9] * 4), seconds=1)
+        claim.__exit__(None, None, None)
+
+    monkeypatch.setattr(synthetic.time, "sleep", sleep)
+    assert run_study(study, store)
+    assert made == [slow, dataclasses.replace(fast, seed=1)]
+
+
 def test_what_is_asked_for_is_checked_before_anything_runs():
     for fields, message in (
         (dict(tasks=("copy",)), "task='copy' is unknown; allowed: palindrome, mqar, stack"),
