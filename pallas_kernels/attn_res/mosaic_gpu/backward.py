@@ -34,8 +34,11 @@ F32 = jnp.float32
 AHEAD = 2  # tokens
 
 
-def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar, others=None):
-    """(sources_bar as sources, gain_bar [D], output_scale_bar [D] or None): see kernels.py."""
+def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar, others=None, *, clears=True):
+    """(sources_bar as sources, gain_bar [D], output_scale_bar [D] or None): see kernels.py.
+
+    clears: the cotangents of dead sources are zero, and not left to be anything.
+    """
     (M, D), N, dtype = mixture_bar.shape, len(sources), mixture_bar.dtype
     norm = output_scale is not None
     plan, N4, S = _plan(M, D, N, dtype, norm), four(N), saved_numbers(N)
@@ -131,12 +134,12 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
                     v_bar = weights[0, own.place, i] * g + p * u - weights[2, own.place, i] * v
                     if old:
                         v_bar = v_bar + rows.wide(old[0])
-                    rows.store(own.place_of(bars, i, m), v_bar, own.first_channel, width)
+                    write(i, v_bar)
                     return rows.now(gain_bar + p * v), *ahead
 
                 def clear(i, carry):
-                    if not in_place:
-                        rows.store(own.place_of(bars, i, m), rows.zeros(), own.first_channel, width)
+                    if clears and not in_place:
+                        write(i, rows.zeros())
                     return carry
 
                 old = [other(piece, piece.first)] if in_place else []
@@ -146,7 +149,10 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
                 """What lies in the place of source i's cotangent, or of the last one's beyond the end."""
                 last = piece.end - 1
                 i = min(i, last) if isinstance(i, int) else jnp.minimum(i, last)
-                return rows.load_part(own.place_of(bars, i, m), own.first_channel, width)
+                return own.at_place_of(bars, i, m, lambda ref: rows.load_part(ref, own.first_channel, width))
+
+            def write(i, x):
+                own.at_place_of(bars, i, m, lambda ref: rows.store(ref, x, own.first_channel, width))
 
             gain_bar = own.each_piece(t, 1 + norm, give, gain_bar)
             own.leave_token(t)

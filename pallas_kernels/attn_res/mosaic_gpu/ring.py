@@ -16,6 +16,7 @@ __all__ = ["IN_BOUNDS", "Piece", "Ring", "call", "four", "in_rows", "table_shape
 # One plain copy of a whole row, for which no tensor map is made.
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 UNROLLED = 16  # sources, up to which loops over them are written out
+GIVEN_UNROLLED = 9  # likewise of loops that write to memory: each source's text takes half a second to lower
 SIGN_OF_LIFE = 8  # numbers of a dead source that are fetched, and never read: its barrier turns as all others do
 
 
@@ -155,6 +156,12 @@ class Ring:
         """Source i of token m, in refs laid out as the sources."""
         return (refs[0].at[i] if self.is_buffer else refs[i]).at[m]
 
+    def at_place_of(self, refs, i, m, use: Callable):
+        """use(place_of(refs, i, m)), for an i that need not be known."""
+        if self.is_buffer or isinstance(i, int):
+            return use(self.place_of(refs, i, m))
+        return jax.lax.switch(i, [lambda ref=ref: use(ref.at[m]) for ref in refs])
+
     def are_live(self, first: int = 0, count: int | None = None):
         """Of `four(count)` sources from `first` on, in every thread."""
         count = self.N if count is None else count
@@ -236,8 +243,7 @@ class Piece:
         return carry
 
     def all(self, alive: Callable, dead: Callable, carry):
-        """alive(i, carry) for the live sources, dead(i, carry) for the others; i is known where it must be, to choose
-        among refs."""
+        """alive(i, carry) for the live sources, dead(i, carry) for the others."""
 
         def body(i, carry):
             if self.fresh:
@@ -246,7 +252,7 @@ class Piece:
                 return alive(i, carry)
             return jax.lax.cond(i < self.live, lambda c: alive(i, c), lambda c: dead(i, c), carry)
 
-        if self.ring.N > UNROLLED and self.ring.is_buffer:
+        if self.ring.N > GIVEN_UNROLLED:
             carry = jax.lax.fori_loop(self.first, self.end, body, carry)
         else:
             for i in range(self.first, self.end):
