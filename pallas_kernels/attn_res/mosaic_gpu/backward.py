@@ -57,9 +57,8 @@ def backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse
         *count_ref, saved_ref, bar_ref, lse_bar_ref = given[: len(counts) + 3]
         given = given[len(counts) + 3 :]
         bars, totals = given[: len(leaves)], given[len(leaves) :]  # in place or not: operands come before results
-        own = Ring(
-            plan, source_refs, count_ref[0] if count_ref else None, ring, arrived, N=N, D=width, passes=1 + len(vectors)
-        )
+        live, passes = count_ref[0] if count_ref else None, 1 + len(vectors)
+        own = Ring(plan, source_refs, live, ring, arrived, N=N, D=width, passes=passes, loops=bool(counts))
         keep_apart = apart if plan.one_by_one else lambda: None
         vector = own.vectors(vector_refs)
         live = own.are_live()

@@ -29,12 +29,17 @@ class Ring:
     one ref [N, M, D]; of them count[0] are live, or all. Where one piece holds all sources, each an item, the dead ones
     are none. Where a row is four tokens, M counts rows, D is the width of one, `place` says which of the four is the
     thread's own, and `number(m)` which of all tokens.
+
+    loops: no loop over sources is written out. Of a count's the written ones look at the dead too.
     """
 
-    def __init__(self, plan: Plan, sources: Sequence, count, ring, arrived, *, N: int, D: int, passes: int):
+    def __init__(
+        self, plan: Plan, sources: Sequence, count, ring, arrived, *, N: int, D: int, passes: int, loops: bool = False
+    ):
         self.plan, self.sources, self.ring, self.arrived, self.N, self.D = plan, sources, ring, arrived, N, D
         bounds = [(first, min(first + plan.piece, N)) for first in range(0, N, plan.piece)]
         self.in_pieces = len(bounds) > 1
+        self.unrolled, self.given_unrolled = (0, 0) if loops else (UNROLLED, GIVEN_UNROLLED)
         self.visits = bounds * (passes if self.in_pieces else 1)
         items = [-(-(end - first) // plan.together) for first, end in self.visits]
         self.first_items = [sum(items[:i]) for i in range(len(items) + 1)]
@@ -222,7 +227,7 @@ class Piece:
 
         first = self.first + after
         plan = self.ring.plan
-        unrolled = self.ring.N <= UNROLLED and (self.live is None or not plan.one_by_one)
+        unrolled = self.ring.N <= self.ring.unrolled and (self.live is None or not plan.one_by_one)
         if unrolled:
             for i in range(first, self.end):
                 if self.live is None or carry is None:  # all at once is faster than as many as are live
@@ -252,7 +257,7 @@ class Piece:
                 return alive(i, carry)
             return jax.lax.cond(i < self.live, lambda c: alive(i, c), lambda c: dead(i, c), carry)
 
-        if self.ring.N > GIVEN_UNROLLED:
+        if self.ring.N > self.ring.given_unrolled:
             carry = jax.lax.fori_loop(self.first, self.end, body, carry)
         else:
             for i in range(self.first, self.end):
