@@ -2,7 +2,7 @@
 
 Kimi Delta Attention: `kda`, `kda_step`, `kda_reference`, its gates, and the lineage (`linear_attention`, `delta_net`,
 `gated_delta_net`); `sharded` for meshes with Auto axes. Attention Residuals: `attn_res`, `attn_res_reference`,
-and in two phases `attn_res_ahead`, `attn_res_merge`.
+in two phases `attn_res_ahead`, `attn_res_merge`, and `attn_res_put` for a bank that a scan carries.
 `which_backend` says what would run.
 """
 
@@ -10,6 +10,7 @@ from functools import partial
 
 from .attn_res import attn_res, attn_res_reference
 from .attn_res import backend_of as which_attn_res_backend
+from .attn_res.bank import attn_res_put
 from .attn_res.two_phase import attn_res_ahead, attn_res_merge
 from .kda import (
     KDAResult,
@@ -31,6 +32,7 @@ __all__ = [
     "attn_res",
     "attn_res_ahead",
     "attn_res_merge",
+    "attn_res_put",
     "attn_res_reference",
     "bounded_gate",
     "delta_net",

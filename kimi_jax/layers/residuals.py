@@ -27,13 +27,13 @@ depth_variants.py; `make_site` chooses.
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import attn_res, attn_res_ahead, attn_res_merge
+from pallas_kernels import attn_res, attn_res_ahead, attn_res_merge, attn_res_put
 
 from .depth_variants import VariantMix, Weighing
 from .hyper_connections import HyperConnection, merge_streams, split_streams
@@ -173,7 +173,7 @@ class BlockAttnRes:
             return dataclasses.replace(state, sum=state.sum + output, depth=depth)
         if state.count is None:
             return DepthState((*state.bank, state.sum), output, depth=depth)
-        bank = _put_row(state.replayed, state.bank, state.sum, state.count)
+        bank = attn_res_put(state.bank, state.sum, state.count, replayed=state.replayed)
         return dataclasses.replace(state, bank=bank, sum=output, count=state.count + 1, depth=depth)
 
     def before_scan(self, state: DepthState, depth: int) -> DepthState:
@@ -214,7 +214,7 @@ class TwoPhaseAttnRes(BlockAttnRes):
         if state.count is None:
             bank, count = (*state.bank, state.sum), None
         else:
-            bank, count = _put_row(state.replayed, state.bank, state.sum, state.count), state.count + 1
+            bank, count = attn_res_put(state.bank, state.sum, state.count, replayed=state.replayed), state.count + 1
         found, bank = DepthMix.ahead([site for site in sites if site is not None], bank, count)
         found = iter(found)
         # The first site of all has none: its one source is the embedding.
@@ -349,23 +349,3 @@ def make_site(
         return DepthMix(dim, eps=eps, param_dtype=param_dtype, backend=backend)
     sources = residual.bank_rows(depth) + 1
     return VariantMix(dim, weighing, sources=sources, adds=adds, eps=eps, param_dtype=param_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _put_row(replayed: bool, bank, row, index):
-    """The bank with `row` at `index`, where a `replayed` one has it already."""
-    return bank if replayed else tuple(jnp.where(index == i, row, old) for i, old in enumerate(bank))
-
-
-def _put_row_forward(replayed, bank, row, index):
-    return _put_row(replayed, bank, row, index), index
-
-
-def _put_row_backward(replayed, index, bank_bar):
-    # The old row's cotangent is 0, but rows from `index` on are dead before: nobody reads what stays in their place,
-    # and clearing it would read and write the whole bank.
-    row_bar = reduce(jnp.add, [jnp.where(index == i, bar, 0) for i, bar in enumerate(bank_bar)])
-    return bank_bar, row_bar, None
-
-
-_put_row.defvjp(_put_row_forward, _put_row_backward)

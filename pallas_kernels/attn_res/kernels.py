@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 from ..varying import same_axes, vary, varying
 from .inputs import Inputs
 
-__all__ = ["MAX_SOURCES", "Machine", "Static", "common_limits", "mix_by"]
+__all__ = ["MAX_SOURCES", "Machine", "Static", "by_token", "common_limits", "mix_by"]
 
 MAX_SOURCES = 64
 
@@ -116,14 +116,14 @@ def _mix(machine, static, sources, gain, scale, count):
 
 
 def _mix_forward(machine, static, sources, gain, scale, count):
-    mixture, lse, saved = _by_token(partial(machine.forward, static))(sources, gain, scale, count)
+    mixture, lse, saved = by_token(partial(machine.forward, static))(sources, gain, scale, count)
     passed = [sources] if static.passes else []
     return (mixture, lse, *passed), (sources, gain, scale, count, saved)
 
 
 def _mix_backward(machine, static, residuals, cotangents):
     mixture_bar, lse_bar, *others = cotangents
-    call = _by_token(partial(machine.backward, static))
+    call = by_token(partial(machine.backward, static))
     sources_bar, gain_bar, scale_bar = call(*residuals, mixture_bar, lse_bar, others[0] if others else None)
     return sources_bar, gain_bar, scale_bar, None
 
@@ -131,7 +131,7 @@ def _mix_backward(machine, static, residuals, cotangents):
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _by_token(call: Callable) -> Callable:
+def by_token(call: Callable) -> Callable:
     """call with a rule for vmap, where Pallas has none of use: the calls one after the other."""
     batched_call = jax.custom_batching.custom_vmap(call)
 

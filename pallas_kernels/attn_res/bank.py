@@ -1,0 +1,70 @@
+"""A bank of a fixed number of rows that grows at its end, as a scan over layers carries it.
+
+Public name: `attn_res_put`.
+"""
+
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+
+from ..varying import varying
+from . import backend_of
+from .kernels import by_token
+
+__all__ = ["attn_res_put"]
+
+
+def attn_res_put(bank, row, count, *, replayed: bool = False) -> tuple[jax.Array, ...]:
+    """The bank with one more live row, to be mixed by `attn_res` with a count of one more.
+
+    Args:
+      bank: a sequence of N arrays of one shape `[..., D]` and dtype; its first `count` rows are live.
+      row: `[..., D]`, of that dtype.
+      count: int32 scalar, from 0 to N - 1. N or more leaves the bank as it is.
+      replayed: the bank, from which a forward pass is made again, has the row and all later ones already. Nothing is
+        written, and row gets the cotangent of its place.
+
+    Only rows below `count` get a cotangent; in the places of the others lies anything, as nobody can have read them.
+    On Hopper nothing but the new row is written, where `attn_res` takes its kernels and the arrays lie on one device;
+    elsewhere the whole bank is, since XLA cannot tell before which row it will be.
+
+    Raises ValueError for a row that is not as those of the bank.
+    """
+    if wrong := [x for x in bank if (x.shape, x.dtype) != (row.shape, row.dtype)]:
+        raise ValueError(f"row is {row.dtype}{list(row.shape)}, the bank's are {wrong[0].dtype}{list(wrong[0].shape)}")
+    return _put(replayed, tuple(bank), row, count)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _put(replayed, bank, row, count):
+    if replayed:
+        return bank
+    if _by_kernel(bank):
+        from .mosaic_gpu.bank import put
+
+        return by_token(put)(bank, row, count)
+    return tuple(jnp.where(count == i, row, old) for i, old in enumerate(bank))
+
+
+def _put_forward(replayed, bank, row, count):
+    return _put(replayed, bank, row, count), count
+
+
+def _put_backward(replayed, count, bank_bar):
+    # The old row's cotangent is 0, but to clear it would read and write the whole bank.
+    if _by_kernel(bank_bar):
+        from .mosaic_gpu.bank import take
+
+        return bank_bar, by_token(take)(bank_bar, count), None
+    row_bar = reduce(jnp.add, [jnp.where(count == i, bar, 0) for i, bar in enumerate(bank_bar)])
+    return bank_bar, row_bar, None
+
+
+_put.defvjp(_put_forward, _put_backward)
+
+
+def _by_kernel(bank) -> bool:
+    one_device = jax.sharding.get_abstract_mesh().size <= 1 and not varying(bank)  # 0: there is none
+    vector = jax.ShapeDtypeStruct(bank[0].shape[-1:], jnp.float32)
+    return one_device and bank[0].size > 0 and backend_of(bank, vector) == "mosaic_gpu"
