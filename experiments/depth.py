@@ -6,8 +6,8 @@ takes the newest checkpoint of each run, reads validation text of the run's own,
 (results/depth.json) and a figure of them (results/depth.png): how much of each source every site reads, on average over
 tokens, and for every sub-layer the root mean square of its output and of the loss's gradient there (AttnRes, Figures 5
 and 8). Also how far single numbers of an output stand out, by the largest magnitude and the kurtosis, and the loss with
-weights rounded to int8 and int4, which suffer from that (arXiv 2605.17887, as far as its abstract says it; activations
-are not rounded here).
+weights rounded to int8 and int4, and with weights and activations in int8 ("w8a8"), which suffer from that (arXiv
+2605.17887, as far as its abstract says it).
 """
 
 import json
@@ -33,10 +33,9 @@ from experiments.tokenization import get_tokenizer
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers.residuals import DepthMix, DepthState, make_residual
 from kimi_jax.model import KimiLM, lm_loss
-from kimi_jax.quantize import round_weights
+from kimi_jax.quantize import round_activations, round_weights
 
 ROWS = 8  # of validation text
-ROUNDED = (8, 4)  # bits of weights
 COLUMNS = 3  # of the figure
 
 
@@ -121,13 +120,17 @@ def _outliers(x):
 
 
 def rounded_losses(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | None = None) -> dict[str, float]:
-    """{"int8", "int4": nats per token of the model with its weights rounded}; the model itself stays as it is."""
-    loss = nnx.jit(lambda model: lm_loss(model, tokens, segment_ids)[0])
-    found = {}
-    for bits in ROUNDED:
+    """Nats per token of the model {"int8", "int4": with its weights rounded, "w8a8": with weights and activations
+    rounded to int8}; the model itself stays as it is."""
+
+    def loss(model, *text):
+        return lm_loss(model, *text)[0]
+
+    exact, found = nnx.jit(loss), {}
+    for name, bits, run in (("int8", 8, exact), ("int4", 4, exact), ("w8a8", 8, nnx.jit(round_activations(loss)))):
         rounded = nnx.clone(model)
         round_weights(rounded, bits)
-        found[f"int{bits}"] = float(loss(rounded))
+        found[name] = float(run(rounded, tokens, segment_ids))
     return found
 
 

@@ -57,6 +57,7 @@ class ModelConfig:
     qk_rope_dim: int = 16
     v_dim: int = 32
     mla_output_gate: bool = False  # y * sigmoid(W_g x) before the output projection, as K3
+    mla_softmax1: bool = False  # exp(s_i) / (1 + sum_j exp(s_j)): a token may read nothing; against outliers
     mla_inner_norm_eps: float = 1e-6  # 1e-6 as Hugging Face; vLLM and mlx-lm's Kimi Linear take norm_eps (1e-5)
 
     # Feed-forward
@@ -86,7 +87,8 @@ class ModelConfig:
     first_mix: bool = False  # a mix before layer 0 too, as in K3's files: of one source, so its weights change nothing
 
     # How the mixtures weigh their sources: the ablations of AttnRes Table 4. See layers/depth_variants.py
-    depth_weights: str = "softmax"  # or "sigmoid"; without query and keys "static" (softmax of scalars), "dense_former"
+    # or "softmax1", "sigmoid"; without query and keys "static" (softmax of scalars), "dense_former"
+    depth_weights: str = "softmax"
     depth_key_norm: bool = True  # scores against RMSNorm of the sources; False: against the sources
     depth_query: str = "parameter"  # a vector per place; "hidden": projected from the newest source, D x D per place
     depth_heads: int = 1  # groups of channels, each with a softmax of its own (MHAR): a divisor of hidden_size
@@ -126,7 +128,7 @@ class ModelConfig:
             "activation": ("swiglu", "situ"),
             "router_weights": ("unbiased", "biased"),
             "residual": RESIDUALS,
-            "depth_weights": ("softmax", "sigmoid", "static", "dense_former"),
+            "depth_weights": ("softmax", "softmax1", "sigmoid", "static", "dense_former"),
             "depth_query": ("parameter", "hidden"),
             "dtype": DTYPES,
             "param_dtype": DTYPES,
@@ -150,6 +152,8 @@ class ModelConfig:
             inside = all(0 <= layer < self.num_layers for layer in self.mla_layers)
             rising = list(self.mla_layers) == sorted(set(self.mla_layers))
             self._require("mla_layers", inside and rising, f"rising 0-based indices below num_layers={self.num_layers}")
+        self._require("mla_softmax1", "mla" in self.layer_kinds or not self.mla_softmax1,
+                      "no layer is MLA; leave it False, or choose mla_every or mla_layers")  # fmt: skip
         if self.num_experts:
             self._require("top_k", 1 <= self.top_k <= self.num_experts, f"1 to num_experts={self.num_experts}")
             self._require("expert_width", self.expert_width >= 1, "at least 1 where there are experts")
@@ -175,9 +179,9 @@ class ModelConfig:
             self._require(field, self.residual not in ("standard", "mhc"),
                           f"residual={self.residual!r} weighs no sources; choose an attn_res or delta kind, or "
                           f"{field}={plain[field]!r}")  # fmt: skip
-            self._require(field, field not in scores or self.depth_weights in ("softmax", "sigmoid"),
+            self._require(field, field not in scores or self.depth_weights in ("softmax", "softmax1", "sigmoid"),
                           f"depth_weights={self.depth_weights!r} has no query and keys; leave {field} at "
-                          f"{plain[field]!r}, or weigh by 'softmax' or 'sigmoid'")  # fmt: skip
+                          f"{plain[field]!r}, or weigh by 'softmax', 'softmax1' or 'sigmoid'")  # fmt: skip
         self._require("depth_weights", self.depth_weights != "dense_former" or not self.residual.startswith("delta"),
                       f"scalars added to the stream of residual={self.residual!r} are only other scalars; choose "
                       "'full_attn_res' or 'block_attn_res'")  # fmt: skip

@@ -102,6 +102,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str, mxfp4: bool = False) -> dic
         "gate_rank": config.gate_rank not in (None, config.value_head_dim),
         "output_gate": config.output_gate != "sigmoid",
         "conv_width": config.conv_width < 1,
+        "mla_softmax1": config.mla_softmax1,
         "residual": config.residual not in ("standard", "block_attn_res"),
         **_other_sites(config),
         "depth_heads": config.depth_heads != 1,

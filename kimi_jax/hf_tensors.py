@@ -13,7 +13,7 @@ from flax import nnx
 from .layers.kda import KDALayer
 from .layers.mla import MLA
 from .layers.moe import MoE
-from .layers.residuals import DepthMix, VariantMix
+from .layers.residuals import Site
 from .model import KimiLM, Layer
 
 # Kept in float32 in every released file, whatever the other tensors have, and here.
@@ -54,7 +54,8 @@ class Tensor(NamedTuple):
 
 
 def official_tensors(model: KimiLM) -> dict[str, Tensor]:
-    """Published name -> place, for every parameter of a model (abstract ones too), in the order of its layers."""
+    """Published name -> place, in the order of the layers, for every parameter of a model (abstract ones too) but those
+    of depth mixtures that no published model has."""
     root = model.config.hf_root
     tensors = {f"{root}embed_tokens.weight": Tensor(model.embedding, PLAIN, None)}
     for number in range(model.config.num_layers):
@@ -133,10 +134,10 @@ def _layer(layer: Layer, config) -> Iterator[_Entry]:
         yield from _feed_forward("mlp", layer.ffn)
 
 
-def _mix(site: str, mix: DepthMix | VariantMix | None) -> Iterator[_Entry]:
-    if mix is not None:
-        yield f"{site}_norm.weight", mix.key_scale, PLAIN, None
-        yield f"{site}_proj.weight", mix.query, ROW, None
+def _mix(site: str, mix: Site | None) -> Iterator[_Entry]:
+    for name, attribute, layout in (("norm", "key_scale", PLAIN), ("proj", "query", ROW)):
+        if hasattr(mix, attribute):
+            yield f"{site}_{name}.weight", getattr(mix, attribute), layout, None
 
 
 def _kda(kda: KDALayer, config) -> Iterator[tuple[str, nnx.Variable, Layout]]:

@@ -254,6 +254,7 @@ def _attention(config: ModelConfig, kind: str, dtypes: dict) -> KDALayer | MLA:
             v_dim=config.v_dim,
             inner_norm_eps=config.mla_inner_norm_eps,
             output_gate=config.mla_output_gate,
+            softmax1=config.mla_softmax1,
             **dtypes,
         )
     return KDALayer(

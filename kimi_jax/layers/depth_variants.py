@@ -3,7 +3,9 @@
 A site has n sources v_0 (the embedding) .. v_{n-1} (the newest), as residuals.py hands them out. Attention Residuals
 give each the weight softmax_i(query . RMSNorm(v_i)) and read h = sum_i weight_i v_i. `Weighing` says what differs:
 
-    weights      "softmax"; "sigmoid": of each score on its own, the weights sum to anything;
+    weights      "softmax"; "softmax1": exp(s_i) / (1 + sum_j exp(s_j)), so that a site may read nothing (arXiv
+                 2605.17887, where tokens' null evidence from attention over the sequence also enters; how it does is
+                 not published, and not built here); "sigmoid": of each score on its own, the weights sum to anything;
                  "static": softmax of learned scalars, one per source, whatever the input (query and keys are gone);
                  "dense_former": the learned scalars themselves
     key_norm     False: scores against the raw sources, without RMSNorm and its gain
@@ -18,9 +20,9 @@ give each the weight softmax_i(query . RMSNorm(v_i)) and read h = sum_i weight_i
 `VariantMix(adds=True)` is the site of Delta Attention Residuals: h = sum_i v_i + sum_i weight_i v_i.
 
 At step 0 query, W and static scalars are zero, those of "dense_former" one. Every weight is then the same c > 0 (1/n,
-1/2 or 1), so h = c sum_i v_i: the plain residual stream times a constant, or times 1 + c where it is added, and the
-norm that follows takes the constant out. That needs all sources: a window that has left one out reads another sum, and
-has no such identity.
+1/(n + 1), 1/2 or 1), so h = c sum_i v_i: the plain residual stream times a constant, or times 1 + c where it is added,
+and the norm that follows takes the constant out. That needs all sources: a window that has left one out reads another
+sum, and has no such identity.
 
 Plain jax.numpy, float32 inside (float64 for float64 sources), the result rounded once to the sources' dtype. The
 backward pass recomputes, so that no float32 copies of sources are kept.
@@ -56,7 +58,7 @@ class Weighing:
     @property
     def has_scores(self) -> bool:
         """Whether queries meet keys, or each source has a scalar of its own."""
-        return self.weights in ("softmax", "sigmoid")
+        return self.weights in ("softmax", "softmax1", "sigmoid")
 
 
 class VariantMix(nnx.Module):
@@ -122,9 +124,10 @@ def _mixture(weighing, adds, eps, sources, count, scoring, gain):
         scores = [_score(values[i], scoring, eps if weighing.key_norm else None) for i in chosen]
     else:
         scores = [scoring.astype(dtype)[places[i]] for i in chosen]
-    if weighing.weights in ("softmax", "static"):
+    if weighing.weights in ("softmax", "softmax1", "static"):
         masked = [_select(read[i], score, -jnp.inf) for i, score in zip(chosen, scores, strict=True)]
-        weights = jax.nn.softmax(jnp.stack(masked), axis=0)
+        null = [jnp.zeros_like(scores[0])] if weighing.weights == "softmax1" else []
+        weights = jax.nn.softmax(jnp.stack(masked + null), axis=0)[: len(masked)]
     else:
         squash = jax.nn.sigmoid if weighing.weights == "sigmoid" else lambda score: score
         weights = [_select(read[i], squash(score), 0) for i, score in zip(chosen, scores, strict=True)]

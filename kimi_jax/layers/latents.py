@@ -83,12 +83,15 @@ def attend(
     own: tuple[jax.Array, jax.Array],
     position_BT: jax.Array,
     scale: float,
+    *,
+    null_key: bool = False,
 ) -> jax.Array:
     """Attention of each query over the slots up to its position -> [B, T, N, v]; the softmax is at least float32.
 
     q [B, T, N, nope + rope]; kv_b [kv_lora, N, nope + v] in the same dtype; own: the T latents and key slices that have
-    just been appended. Where the cache is longer than one block there is no reverse mode: the number of blocks is known
-    at run time only, and kernels have none.
+    just been appended; null_key: over one more key and value of zeros too, by XLA on every device. Where the cache is
+    longer than one block there is no reverse mode: the number of blocks is known at run time only, and kernels have
+    none.
     """
     dtype, wide = q_BTNH.dtype, at_least_float32(q_BTNH.dtype)
     precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
@@ -96,7 +99,7 @@ def attend(
     folded, size = folds(T, kv_b_CNX.shape[0], kv_b_CNX.shape[2]), block_size(B * T, L)
     w_key_CNH, w_value_CNV = kv_b_CNX[..., :nope], kv_b_CNX[..., nope:]
 
-    if not folded and size < L and serves_piece(q_BTNH):
+    if not folded and not null_key and size < L and serves_piece(q_BTNH):
         return _by_parts(q_BTNH, kv_b_CNX, cache, own, position_BT[:, 0], scale)
 
     def product(spec, x, y, out=wide):
@@ -105,7 +108,8 @@ def attend(
     q_nope, q_rope = q_BTNH[..., :nope], q_BTNH[..., nope:]
     if folded:
         q_nope = product("BTNH,CNH->BTNC", q_nope, w_key_CNH, dtype)
-    if folded and size < L and latent_backend(q_nope, q_rope, cache.latent, cache.k_rope) == "mosaic_gpu":
+    kernel = folded and size < L and not null_key
+    if kernel and latent_backend(q_nope, q_rope, cache.latent, cache.k_rope) == "mosaic_gpu":
         o = _by_kernel(q_nope, q_rope, cache, position_BT, scale)
         return product("BTNC,CNV->BTNV", o, w_value_CNV, dtype)
 
@@ -136,6 +140,8 @@ def attend(
     if size < L:
         blocks = -(-jnp.minimum(jnp.max(cache.length), L) // size)
         parts = jax.lax.fori_loop(1, blocks, lambda index, parts: _merge(parts, block(index)), parts)
+    if null_key:
+        parts = _merge(parts, tuple(jnp.full_like(x, value) for x, value in zip(parts, (0, 1, 0), strict=True)))
     _, total, weighted = parts
     o = (weighted / total).astype(dtype)
     return product("BNTC,CNV->BTNV", o, w_value_CNV, dtype) if folded else jnp.swapaxes(o, 1, 2)

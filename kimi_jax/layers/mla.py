@@ -7,6 +7,9 @@ other models rotate ("rope") is shared by all heads and is never rotated here: o
     latent  = RMSNorm(x W_kva[:, :kv_lora])                 [kv_lora]
     key     = (latent W_kvb per head, x W_kva[:, kv_lora:]) [N, nope + rope]
     y       = (softmax(q key^T (nope + rope)^-0.5) value, optionally times sigmoid(x W_g)) W_o
+
+With softmax1 a token may read nothing: exp(s_i) / (1 + sum_j exp(s_j)), the softmax with one more key of zeros, whose
+score is 0 and whose value is 0. So it is computed, by the same kernels.
 """
 
 import jax
@@ -32,6 +35,7 @@ class MLA(nnx.Module):
         inner_norm_eps: of the norms of latent and query bottleneck; the released models use 1e-6 there whatever their
             other norms have.
         output_gate: a full-rank sigmoid gate on the heads' outputs (K3).
+        softmax1: weights exp(s_i) / (1 + sum_j exp(s_j)), against attention sinks and outliers (arXiv 2605.17887).
 
     Raises ValueError if the mesh in force does not divide the heads.
     """
@@ -48,6 +52,7 @@ class MLA(nnx.Module):
         v_dim: int,
         inner_norm_eps: float = 1e-6,
         output_gate: bool = False,
+        softmax1: bool = False,
         rngs: nnx.Rngs,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
@@ -55,7 +60,7 @@ class MLA(nnx.Module):
         check_heads(num_heads=num_heads)
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.qk_nope_dim, self.qk_rope_dim, self.v_dim = qk_nope_dim, qk_rope_dim, v_dim
-        self.q_lora_rank, self.output_gate, self.dtype = q_lora_rank, output_gate, dtype
+        self.q_lora_rank, self.output_gate, self.softmax1, self.dtype = q_lora_rank, output_gate, softmax1, dtype
         self.scale = (qk_nope_dim + qk_rope_dim) ** -0.5
         q_width = num_heads * (qk_nope_dim + qk_rope_dim)
 
@@ -128,7 +133,7 @@ class MLA(nnx.Module):
         cache, position_BT = append(cache, *own, ids)
         kv_b = gathered(self.kv_b[...].astype(self.dtype), logical_axes(self.kv_b))
         kv_b_CNX = kv_b.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_dim + self.v_dim)
-        o = attend(self._queries(x_BTD), kv_b_CNX, cache, own, position_BT, self.scale)
+        o = attend(self._queries(x_BTD), kv_b_CNX, cache, own, position_BT, self.scale, null_key=self.softmax1)
         y_BTD = self._output(x_BTD, o, ids)
         return jnp.where((cache.length > cache.latent.shape[-2])[:, None, None], jnp.nan, y_BTD), cache
 
@@ -159,7 +164,10 @@ class MLA(nnx.Module):
         k_rope = k_rope_BSR.astype(self.dtype)[:, :, None]
         k_rope = spread(k_rope, (B, S, self.num_heads, self.qk_rope_dim), "batch", None, "heads", None)
         k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
-        return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=self.scale, causal=True)
+        if not self.softmax1:
+            return attention(q_BTNH, k_BSNH, v_BSNV, mask_BTS, scale=self.scale, causal=True)
+        arrays = _with_null_key(q_BTNH, k_BSNH, v_BSNV, mask_BTS)
+        return attention(*arrays, scale=self.scale, causal=True)[:, 1 : S + 1]
 
     def _output(self, x_BTD, o_BTNV, ids):
         # A row without any visible key averages over all of them: its output is dropped here.
@@ -168,6 +176,16 @@ class MLA(nnx.Module):
         if self.output_gate:
             o = o * jax.nn.sigmoid(project(x_BTD, self.g, ("batch", None, "heads")))
         return project(o, self.o, ("batch", None, None))
+
+
+def _with_null_key(q_BTNH, k_BSNH, v_BSNV, mask_BTS):
+    """All with a token of zeros in front, whose key every query sees, and one behind where the fast path wants an even
+    number of them."""
+    around = (1, 1 - q_BTNH.shape[1] % 2)
+    q, k, v = (jnp.pad(x, ((0, 0), around, (0, 0), (0, 0))) for x in (q_BTNH, k_BSNH, v_BSNV))
+    if mask_BTS is not None:
+        mask_BTS = jnp.pad(mask_BTS, ((0, 0), around, around)) | (jnp.arange(q.shape[1]) == 0)
+    return q, k, v, mask_BTS
 
 
 def _check_room(cache: MLACache, ids_BT: np.ndarray | None) -> None:

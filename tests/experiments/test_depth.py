@@ -100,6 +100,7 @@ def test_rounded_losses_are_those_of_rounded_models():
         round_weights(rounded, bits)
         assert_close(found[name], float(lm_loss(rounded, TOKENS)[0]), 1e-6, name)
     assert 0 < abs(found["int8"] - exact) < abs(found["int4"] - exact)
+    assert 0 < abs(found["w8a8"] - exact) < abs(found["int4"] - exact) and found["w8a8"] != found["int8"]
 
 
 def test_scanned_layers_are_refused():

@@ -71,6 +71,8 @@ BAD_FIELDS = [
     Bad("depth_heads", dict(depth_heads=5), r"depth_heads=5 .*divisor of hidden_size=64"),
     Bad("no_depth_heads", dict(depth_heads=0), r"depth_heads=0 .*at least 1"),
     Bad("depth_weights", dict(depth_weights="relu"), r"depth_weights='relu' .*softmax.*sigmoid.*static.*dense_former"),
+    Bad("mla_softmax1", dict(mla_softmax1=True, mla_every=0), r"mla_softmax1=True .*no layer is MLA"),
+    Bad("two_phases_of_softmax1", dict(depth_weights="softmax1", depth_two_phase=True), r"depth_two_phase.*softmax1"),
     Bad("depth_query", dict(depth_query="token"), r"depth_query='token' .*parameter.*hidden"),
     Bad("depth_window", dict(depth_window=0), r"depth_window=0 .*None or at least 1"),
     Bad("depth_streams", dict(residual="mhc", depth_streams=1), r"depth_streams=1 .*at least 2"),

@@ -1,4 +1,4 @@
-"""Field case CK06: which weights rounding to int8 leaves alone, and what that is worth."""
+"""Field case CK06: which weights rounding to int8 leaves alone, and what that is worth. Rounded activations."""
 
 import functools
 
@@ -9,10 +9,12 @@ import pytest
 from flax import nnx
 
 from kimi_jax import KimiLM, load_hf
+from kimi_jax import model as model_module
 from kimi_jax.hf_tensors import official_tensors
-from kimi_jax.quantize import SENSITIVE, round_weights
-from tests.kimi_jax.small_models import small_config, tokens_for
-from tests.support import GOLDEN, rel_l2
+from kimi_jax.layers import feed_forward, kda, mla, moe
+from kimi_jax.quantize import SENSITIVE, round_activations, round_weights
+from tests.kimi_jax.small_models import EXPERTS, small_config, small_model, tokens_for
+from tests.support import F32_FORWARD, GOLDEN, assert_close, rel_l2
 
 T, OUTLIER = 4096, 80.0
 ALL_BUT_LINEARS = (".A_log", ".dt_bias", "_conv1d.weight", "norm.weight")
@@ -98,3 +100,65 @@ def test_everything_can_be_rounded():
 def test_other_numbers_of_bits_are_refused(bits):
     with pytest.raises(ValueError, match=f"bits={bits} is not allowed: 2 to 8"):
         round_weights(None, bits)
+    with pytest.raises(ValueError, match=f"bits={bits} is not allowed: 2 to 8"):
+        round_activations(lambda model: model, bits)
+
+
+def logits_of(model, tokens):
+    return model(tokens)
+
+
+def rounded(x, largest=127):
+    step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / largest
+    return step * jnp.round(x / step)
+
+
+def test_activations_are_rounded_per_token_before_each_matrix_that_is(monkeypatch):
+    """Against a model whose products round by themselves: KDA, MLA, dense and routed feed-forwards, the head."""
+    project, ragged_dot = mla.project, jax.lax.ragged_dot
+    met = []
+
+    def rounding_project(x, w, names):
+        met.append(id(w) not in sensitive)
+        return project(rounded(x) if met[-1] else x, w, names)
+
+    with jax.enable_x64(True):
+        model = small_model(small_config(dtype="float64", param_dtype="float64", first_dense_layers=1, **EXPERTS))
+        sensitive = [id(t.variable) for name, t in official_tensors(model).items() if name.endswith(SENSITIVE)]
+        tokens = tokens_for(model.config, 2, 9)
+        found = nnx.jit(round_activations(logits_of))(model, tokens)
+        plain = jax.jit(model.__call__)(tokens)
+        for module in (kda, mla, feed_forward, moe, model_module):
+            monkeypatch.setattr(module, "project", rounding_project)
+        monkeypatch.setattr(jax.lax, "ragged_dot", lambda x, w, **options: ragged_dot(rounded(x), w, **options))
+        expected = jax.jit(lambda tokens: model(tokens))(tokens)
+    assert met.count(True) > 10 and met.count(False) > 3
+    assert_close(found, expected, 1e-9)
+    assert rel_l2(found, plain) > 1e-3
+
+
+def test_scanned_and_recomputed_layers_are_rounded_alike():
+    fields = dict(num_layers=3, mla_every=1, residual="full_attn_res", remat="layer")
+    scanned, model = (small_model(small_config(scan_layers=scan, **fields)) for scan in (True, False))
+    assert scanned.layers.repetition.count > 1
+    there = official_tensors(scanned)
+    for name, tensor in official_tensors(model).items():
+        value = there[name].variable[...]
+        tensor.variable[...] = value if there[name].group is None else value[there[name].group]
+    tokens = tokens_for(model.config, 2, 7)
+    round_4 = round_activations(logits_of, 4)
+    assert_close(nnx.jit(round_4)(scanned, tokens), nnx.jit(round_4)(model, tokens), F32_FORWARD)
+
+
+def test_a_matrix_that_is_read_otherwise_is_refused():
+    model = KimiLM(small_config(mla_every=1, num_layers=1), rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="a matrix is read by 'reduce_sum', and only products"):
+        round_activations(lambda model: model.head[...].sum())(model)
+
+
+@pytest.mark.parametrize("fields", [dict(depth_weights="static"), dict(depth_query="hidden"), dict(residual="mhc")])
+def test_models_with_sites_of_no_published_name_can_be_rounded(fields):
+    model = KimiLM(small_config(num_layers=1, **fields), rngs=nnx.Rngs(0))
+    before = model.head[...]
+    round_weights(model)
+    assert np.abs(model.head[...] - before).max() > 0

@@ -27,6 +27,8 @@ class Case(NamedTuple):
 
 # A window that leaves sources out has no identity at step 0: see depth_variants.py.
 WINDOW = Case("window", dict(residual="full_attn_res", depth_window=2))
+# One more term in a sum: decoding and meshes know nothing of it.
+SOFTMAX1 = Case("softmax1", dict(residual="block_attn_res", depth_weights="softmax1"))
 WITH_IDENTITY = [
     Case("delta_attn_res", dict(residual="delta_attn_res")),
     Case("delta_block", dict(residual="delta_block", block_size=4)),
@@ -42,7 +44,7 @@ WITH_IDENTITY = [
 CASES = [*WITH_IDENTITY, WINDOW]
 
 
-@pytest.mark.parametrize("case", WITH_IDENTITY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*WITH_IDENTITY, SOFTMAX1], ids=lambda case: case.name)
 def test_step_zero_equals_the_prenorm_baseline(case):
     """In float64 with eps 1e-12: all that a fresh site may change is the scale of what the next norm reads."""
     logits, gradients = step_zero(**case.fields)
@@ -77,6 +79,11 @@ def test_fields_reach_every_site():
     *sites, final = sites_of(small_config(residual="mhc", depth_streams=3))
     assert [site.streams for site in sites] == [3] * 4 and final is None
     assert {type(site) for site in sites_of(small_config())[1:]} == {DepthMix}  # which has attn_res
+
+
+def test_softmax1_over_tokens_reaches_the_attention():
+    model = nnx.eval_shape(lambda: KimiLM(small_config(mla_every=1, mla_softmax1=True), rngs=nnx.Rngs(0)))
+    assert [model.layers.layer(index).attention.softmax1 for index in range(2)] == [True, True]
 
 
 @functools.cache

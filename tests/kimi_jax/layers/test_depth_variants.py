@@ -24,6 +24,10 @@ def softmax(scores):
     return np.exp(scores) / np.exp(scores).sum(0)
 
 
+def softmax1(scores):
+    return np.exp(scores) / (1 + np.exp(scores).sum(0))
+
+
 def sigmoid(scores):
     return 1 / (1 + np.exp(-scores))
 
@@ -68,6 +72,18 @@ CASES = [
         Weighing("sigmoid"),
         lambda v, p: weigh(sigmoid(np.sum(rms(v) * p["key_scale"] * p["query"], -1)), v),
         step_zero=1 / 2,
+    ),
+    Case(
+        "softmax1",
+        Weighing("softmax1"),
+        lambda v, p: weigh(softmax1(np.sum(rms(v) * p["key_scale"] * p["query"], -1)), v),
+        step_zero=1 / (N + 1),
+    ),
+    Case(
+        "softmax1_window",
+        Weighing("softmax1", key_norm=False, window=2),
+        lambda v, p: weigh(softmax1(v[[0, -2, -1]] @ p["query"]), v[[0, -2, -1]]),
+        step_zero=None,
     ),
     Case("no_key_norm", Weighing(key_norm=False), lambda v, p: weigh(softmax(v @ p["query"]), v)),
     Case("static", Weighing("static"), static),

@@ -29,6 +29,7 @@ class Case(NamedTuple):
     T: int
     L: int
     stacked: bool = False
+    null_key: bool = False
 
 
 CASES = [
@@ -38,6 +39,8 @@ CASES = [
     Case("piece_expanded", 9, 29),
     Case("piece_expanded_stacked", 9, 29, stacked=True),
     Case("single_block", 2, 24),
+    Case("null_key", 3, 24, null_key=True),
+    Case("null_key_expanded", 9, 29, null_key=True),
 ]
 
 
@@ -51,20 +54,25 @@ def cache_of(case):
     return StackedMLACache(latent, k_rope, jnp.asarray(LENGTHS), jnp.int32(1))
 
 
-def by_hand(q, kv_b, latent, k_rope, position, scale):
+def by_hand(q, kv_b, latent, k_rope, position, scale, null_key=False):
     """One row in float64."""
     kv = np.einsum("sc,cnx->snx", *(np.asarray(x, np.float64) for x in (latent, kv_b)))
     key = np.concatenate([kv[..., :NOPE], np.broadcast_to(k_rope[:, None], (len(k_rope), N, R))], axis=-1)
     scores = scale * np.einsum("tnh,snh->nts", np.asarray(q, np.float64), key)
     scores = np.where(np.arange(len(key)) <= position[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nts,snv->tnv", weights / weights.sum(-1, keepdims=True), kv[..., NOPE:])
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + null_key * np.exp(-top)
+    return np.einsum("nts,snv->tnv", weights / total, kv[..., NOPE:])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
     if case.name != "single_block":
         monkeypatch.setattr(latents, "LEAST_BLOCK", 8)
+    if case.null_key:  # which what runs on a GPU does not know
+        monkeypatch.setattr(latents, "serves_piece", lambda q: True)
+        monkeypatch.setattr(latents, "latent_backend", lambda *arrays: "mosaic_gpu")
     assert (block_size(case.T, case.L) < case.L) == (case.name != "single_block")
     assert folds(case.T, C, NOPE + V) == ("expanded" not in case.name)
     q, kv_b = inputs(B, case.T, N, NOPE + R), inputs(C, N, NOPE + V, seed=2)
@@ -74,7 +82,7 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
     @jax.jit
     def run(cache):
         cache, position = append(cache, *new, ids)
-        return attend(q, kv_b, cache, new, position, 0.7), cache, position
+        return attend(q, kv_b, cache, new, position, 0.7, null_key=case.null_key), cache, position
 
     o, cache, position = run(before)
     if case.stacked:
@@ -89,8 +97,8 @@ def test_rows_of_different_lengths_equal_plain_attention(case, monkeypatch):
             expected[LENGTHS[row] :][: added[row]] = fresh[row, : added[row]]
             np.testing.assert_array_equal(x[row], expected, f"slots of row {row}")
         valid = slice(0, added[row])
-        expected = by_hand(q[row], kv_b, cache.latent[row], cache.k_rope[row], np.asarray(position[row]), 0.7)
-        assert_close(o[row, valid], expected[valid], F32_FORWARD, f"row {row}")
+        arrays = q[row], kv_b, cache.latent[row], cache.k_rope[row], np.asarray(position[row])
+        assert_close(o[row, valid], by_hand(*arrays, 0.7, case.null_key)[valid], F32_FORWARD, f"row {row}")
 
 
 PIECES = [
