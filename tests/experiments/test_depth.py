@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from experiments import depth
-from experiments.depth import depth_profile
+from experiments.depth_profile import _outliers, depth_profile
 from kimi_jax.configs import get_config
 from kimi_jax.model import KimiLM, lm_loss
 from kimi_jax.quantize import round_weights
@@ -85,7 +85,7 @@ def test_remat_changes_nothing():
 def test_outliers_are_those_of_the_numbers():
     x = np.random.default_rng(0).normal(1.0, 2.0, (4, 3000))
     x[1, 5] = -60.0
-    found = depth._outliers(jnp.asarray(x, jnp.float32))
+    found = _outliers(jnp.asarray(x, jnp.float32))
     assert found["largest"] == 60.0
     assert found["kurtosis"] == pytest.approx(((x - x.mean()) ** 4).mean() / x.var() ** 2, rel=1e-4)
 
