@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import hashlib
+import functools
 import math
 import sys
 import time
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
@@ -24,13 +23,15 @@ from experiments.metrics import MetricsWriter, read_metrics
 from experiments.plots import plot_loss
 from experiments.run_directory import CHECKPOINTS, open_run, read_result, write_result
 from experiments.stopping import StopRequest
-from experiments.text import load_corpus
+from experiments.text import Corpus, load_corpus
 from experiments.tokenization import get_tokenizer
 from experiments.train_config import TrainConfig
 from experiments.train_state import TrainState, start_training
-from experiments.trigram import trigram_bits_per_byte
+from experiments.trigram import Trigram
 from kimi_jax.checkpoints import Checkpoints, require_same_config
 from kimi_jax.sharding import make_mesh, partition_spec
+
+VALIDATION = "validation_bits_per_byte"
 
 
 class TrainResult(NamedTuple):
@@ -42,6 +43,7 @@ class TrainResult(NamedTuple):
     validation_bits_per_byte: float | None  # the rest is None or empty unless finished
     trigram_bits_per_byte: float | None
     sample: str
+    domains: dict[str, dict[str, float]] | None = None  # the two by domain, where validation_data has some
 
 
 class TrainingDiverged(RuntimeError):
@@ -78,9 +80,9 @@ class _Run:
         self.tokenizer = get_tokenizer(config.tokenizer)
         self.model_config = config.model_config(vocab_size=self.tokenizer.vocab_size)
         self.corpus = load_corpus(config.data, self.tokenizer, validation_data=config.validation_data, seed=config.seed)
-        self.validation = self.corpus.validation[: config.eval_tokens]
-        self.validation_bytes = self.tokenizer.to_bytes(self.validation)
-        self.bytes_per_token = len(self.validation_bytes) / len(self.validation)
+        self.validation = self.corpus.evaluated(config.eval_tokens)
+        self.bytes = {name: len(self.tokenizer.to_bytes(tokens)) for name, tokens in self.validation.items()}
+        self.bytes_per_token = sum(self.bytes.values()) / sum(map(len, self.validation.values()))
         self.batches = training_batches(
             self.corpus.train, sequence_length=config.sequence_length, batch_size=config.batch_size, seed=config.seed
         )
@@ -92,7 +94,7 @@ class _Run:
         self.identity = {
             "model": dataclasses.asdict(self.model_config),
             "training": config.binding(),
-            "data": {"train_sha256": hashlib.sha256(np.ascontiguousarray(self.corpus.train)).hexdigest()},
+            "data": {"train_sha256": self.corpus.train_sha256},
         }
 
     def go(self, stop: StopRequest) -> TrainResult:
@@ -157,12 +159,20 @@ class _Run:
         return jax.device_put(batch, NamedSharding(self.mesh, partition_spec(("batch", None), self.mesh)))
 
     def _evaluate(self, state: TrainState, step: int, metrics: MetricsWriter, bar: tqdm) -> None:
-        batches = validation_batches(
-            self.validation, sequence_length=self.config.sequence_length, batch_size=self.config.batch_size
-        )
-        bits = self.evaluate(state.model(), batches, self.bytes_per_token)
-        metrics.write(step, validation_bits_per_byte=bits)
-        bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte")
+        model, config = state.model(), self.config
+        found = {}
+        for name, tokens in self.validation.items():
+            batches = validation_batches(tokens, sequence_length=config.sequence_length, batch_size=config.batch_size)
+            found[name] = self.evaluate(model, batches, self.bytes[name] / len(tokens))
+        bits = self._together(found)
+        by_domain = {_of_domain(name): x for name, x in found.items()} if self.corpus.domains else {}
+        metrics.write(step, **{VALIDATION: bits}, **by_domain)
+        said = ", ".join(f"{name} {found[name]:.4f}" for name in self.corpus.domains)
+        bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte" + (f" ({said})" if said else ""))
+
+    def _together(self, bits: dict[str, float]) -> float:
+        """Bits per byte of all domains, from those of each."""
+        return sum(bits[name] * size for name, size in self.bytes.items()) / sum(self.bytes.values())
 
     def _introduce(self, first: int) -> None:
         config, model = self.config, self.model_config
@@ -177,18 +187,23 @@ class _Run:
         print(f"run {self.workdir}" + (f", resumed after step {first}" if first else ""), flush=True)
 
     def _finish(self, state: TrainState) -> TrainResult:
-        name = "validation_bits_per_byte"
-        bits = [record[name] for record in read_metrics(self.workdir) if name in record][-1]
-        trigram = trigram_bits_per_byte(self.tokenizer.to_bytes(self.corpus.train), self.validation_bytes)
+        last = [record for record in read_metrics(self.workdir) if VALIDATION in record][-1]
+        trigrams = _trigrams(self.corpus, self.config.tokenizer, self.config.eval_tokens)
+        trigram = self._together(trigrams)
         sample = self._sample(state) if self.config.sample_tokens else ""
         replace_text(self.workdir / "sample.txt", sample)
         plot_loss(self.workdir, bytes_per_token=self.bytes_per_token, trigram=trigram)
         result = {
             "step": self.config.steps,
-            name: bits,
+            VALIDATION: last[VALIDATION],
             "trigram_bits_per_byte": trigram,
             "sample": sample,
         }
+        if self.corpus.domains:
+            result["domains"] = {
+                name: {"bits_per_byte": last[_of_domain(name)], "trigram_bits_per_byte": trigrams[name]}
+                for name in self.corpus.domains
+            }
         write_result(self.workdir, result)  # last: its presence means that the run is finished
         return TrainResult(self.workdir, True, **result)
 
@@ -242,6 +257,19 @@ class _Pending:
             f"step {self._step}: {name} is {value}; {kept}. A smaller --learning_rate, a longer --warmup or "
             "a smaller --grad_clip, in a new --workdir, may help."
         )
+
+
+def _of_domain(name: str) -> str:
+    """What the metrics call the bits per byte of a domain."""
+    return f"{VALIDATION}/{name}"
+
+
+@functools.lru_cache(maxsize=1)  # runs of one process mostly share it, and counting takes seconds
+def _trigrams(corpus: Corpus, tokenizer: str, eval_tokens: int) -> dict[str, float]:
+    """Bits per byte of a trigram of all training text, by domain."""
+    to_bytes = get_tokenizer(tokenizer).to_bytes
+    trigram = Trigram.fit(to_bytes(corpus.train))
+    return {name: trigram.bits_per_byte(to_bytes(x)) for name, x in corpus.evaluated(eval_tokens).items()}
 
 
 def _as_trees(state: TrainState) -> dict[str, Any]:

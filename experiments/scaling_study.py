@@ -35,8 +35,7 @@ GUESSED_SHARE = 0.4  # of it, in wide models; a guess, as is how it falls with t
 HALF_WIDTH = 512  # where half of that share is left
 
 HEAD = 64
-# Tokens of it that are read: all, since the files of a glob lie one behind the other, each of another kind of text.
-VALIDATION = 1 << 23
+VALIDATION = 1 << 24  # tokens of it that are read: all; domains share it, and each has less than its share
 RATE_WIDTH = 256  # the width at which Study.learning_rate is the rate
 OF_RUN = ("model", "size", "seed", "overrides", "of_size")  # what may differ between runs that are compared
 

@@ -43,7 +43,9 @@ class TrainConfig:
         "'corpus/train.*.txt', or one prepared .npy or .bin file of token ids. Token 0 ends a document.",
     )
     validation_data: str | None = _setting(
-        None, "Text to validate on, given like --data. Without it, about 3% of the documents of --data are held out."
+        None,
+        "Text to validate on, given like --data; up to 16 files of a glob are a domain each, such as code of "
+        "'corpus/val.*.txt', and measured one by one. Without it, about 3% of the documents of --data are held out.",
     )
     tokenizer: str = _setting("byte", "'byte' (256 tokens, no file needed) or the path of a tokenizers JSON file.")
     sequence_length: int = _setting(256, "Tokens per row. Rows are packed: one may hold several documents.")
@@ -77,7 +79,9 @@ class TrainConfig:
     )
 
     eval_every: int = _setting(200, "Steps between evaluations; one always ends the run. 0: only that one.", free=True)
-    eval_tokens: int = _setting(1 << 17, "How much of the validation text an evaluation reads, in tokens.", free=True)
+    eval_tokens: int = _setting(
+        1 << 17, "How much of the validation text an evaluation reads, in tokens. Domains have equal shares.", free=True
+    )
     checkpoint_every: int = _setting(200, "Steps between checkpoints; one always ends the run.", free=True)
     keep_checkpoints: int = _setting(2, "How many of the latest checkpoints stay on disk.", free=True)
     sample_tokens: int = _setting(400, "Length of the sample that ends the run; 0: none.", free=True)

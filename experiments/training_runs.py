@@ -7,6 +7,7 @@ of a file are of one corpus, told by the hash of its tokens; another one is refu
 import dataclasses
 import functools
 import hashlib
+import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -52,9 +53,13 @@ def read_corpus(settings: TrainConfig) -> CorpusFacts:
     """What settings.data and validation_data hold. ValueError as of `load_corpus`."""
     tokenizer = get_tokenizer(settings.tokenizer)
     found = load_corpus(settings.data, tokenizer, validation_data=settings.validation_data, seed=0)
-    hashes = {name: hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for name, x in found._asdict().items()}
-    validation = found.validation[: settings.eval_tokens]
-    return CorpusFacts(hashes, len(found.train), len(tokenizer.to_bytes(validation)) / len(validation))
+    validation = hashlib.sha256(np.ascontiguousarray(found.validation))
+    if found.domains:  # the same stream in other domains is read in other parts
+        validation.update(json.dumps(found.domains).encode())
+    hashes = {"train": found.train_sha256, "validation": validation.hexdigest()}
+    read = found.evaluated(settings.eval_tokens).values()
+    text = sum(len(tokenizer.to_bytes(tokens)) for tokens in read)
+    return CorpusFacts(hashes, len(found.train), text / sum(map(len, read)))
 
 
 def training_fields(settings: TrainConfig, *, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -70,7 +75,8 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
 
     A run that fails is written down with its reason, and the others go on; a later call tries it again. Results are
     {"ended": "steps", "bits_per_byte", "trigram_bits_per_byte", "tokens_per_second", "bytes_per_token",
-    "training_tokens"} or {"ended": "diverged", "why"}.
+    "training_tokens"} or {"ended": "diverged", "why"}; where the validation text has domains, with
+    "domains": {name: {"bits_per_byte", "trigram_bits_per_byte"}}.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
@@ -121,4 +127,5 @@ def _train(settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: St
         "tokens_per_second": statistics.median(speeds),
         "bytes_per_token": corpus.bytes_per_token,
         "training_tokens": corpus.training_tokens,
+        **({"domains": result.domains} if result.domains else {}),
     }

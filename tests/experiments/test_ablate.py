@@ -46,7 +46,7 @@ def trained(monkeypatch):
         if isinstance(answer, Exception):
             raise answer
         return SimpleNamespace(
-            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6
+            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6, domains=None
         )  # fmt: skip
 
     monkeypatch.setattr(training_runs, "train", train)

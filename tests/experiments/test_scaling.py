@@ -56,7 +56,7 @@ def trained(monkeypatch):
         Path(settings.workdir).mkdir(parents=True, exist_ok=True)
         Path(settings.workdir, "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 1e6}\n')
         return SimpleNamespace(
-            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6
+            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6, domains=None
         )  # fmt: skip
 
     monkeypatch.setattr(training_runs, "train", train)

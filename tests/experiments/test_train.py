@@ -15,12 +15,17 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import experiments.generate
+from experiments.evaluate import make_evaluate
 from experiments.generate import load_run, sample_text, stream_text
+from experiments.input_pipeline import validation_batches
 from experiments.loop import TrainingDiverged, train
 from experiments.metrics import MetricsWriter, read_metrics
 from experiments.run_directory import open_run
-from experiments.train import config_from_flags, define_flags
+from experiments.text import load_corpus
+from experiments.tokenization import ByteTokenizer
+from experiments.train import config_from_flags, define_flags, report
 from experiments.train_config import TrainConfig, parse_overrides
+from experiments.trigram import Trigram
 from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers import RouterBias
@@ -87,6 +92,33 @@ def test_a_run_leaves_everything_behind(finished):
     assert (result.workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((result.workdir / "tensorboard").glob("events.*"))
     assert sorted(p.name for p in (result.workdir / "checkpoints").iterdir()) == ["12", "8"]
+
+
+def test_each_domain_of_the_validation_text_is_measured(text, tmp_path, capsys):
+    texts = {"code": b"gamma\n" * 40 + b"\0", "docs": b"zzz\0"}
+    for name, content in texts.items():
+        (tmp_path / f"val.{name}.txt").write_bytes(content)
+    changes = dict(validation_data=str(tmp_path / "val.*.txt"), eval_tokens=400, steps=3, sample_tokens=0)
+    config = small_config(text, tmp_path / "run", **changes)
+    result = train(config)
+    assert list(result.domains) == ["code", "docs"] and train(config) == result
+    graphdef, state = nnx.split(load_model(tmp_path / "run" / "checkpoints"))
+    corpus = load_corpus(text, ByteTokenizer(), validation_data=config.validation_data)
+    evaluate, trigram = make_evaluate(graphdef, lambda batch: batch), Trigram.fit(corpus.train)
+    read = {name: np.frombuffer(content[:200], np.uint8) for name, content in texts.items()}
+    for name, tokens in read.items():
+        found = result.domains[name]
+        bits = evaluate(state, validation_batches(tokens, sequence_length=16, batch_size=4), 1.0)
+        assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+        assert found["trigram_bits_per_byte"] == trigram.bits_per_byte(tokens)
+    for key in ("bits_per_byte", "trigram_bits_per_byte"):
+        parts = {name: found[key] for name, found in result.domains.items()}
+        whole = getattr(result, key if key.startswith("trigram") else f"validation_{key}")
+        assert whole == pytest.approx((200 * parts["code"] + 4 * parts["docs"]) / 204)
+    last = [r for r in read_metrics(tmp_path / "run") if "validation_bits_per_byte/code" in r][-1]
+    assert last["validation_bits_per_byte/docs"] == result.domains["docs"]["bits_per_byte"]
+    report(result)
+    assert re.search(r"\n +docs   model [\d.]+   byte trigram [\d.]+   \(", capsys.readouterr().out)
 
 
 def test_a_finished_run_can_be_loaded_and_sampled(finished):
