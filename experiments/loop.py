@@ -15,8 +15,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
+from experiments.depth_profile import ROWS, make_depth_profile
 from experiments.evaluate import make_evaluate
 from experiments.files import replace_text
+from experiments.flops import tokens_at_peak
 from experiments.generate import sample_text
 from experiments.input_pipeline import Batch, training_batches, validation_batches
 from experiments.metrics import MetricsWriter, read_metrics
@@ -90,6 +92,8 @@ class _Run:
         resumed = self.checkpoints.latest_step() is not None
         self.training = start_training(config, self.model_config, mesh, resumed=resumed)
         self.evaluate = make_evaluate(self.training.graphdef, self._put)
+        if config.profile_every:
+            self.profile = make_depth_profile(self.training.graphdef, self.model_config)
         # What a checkpoint must agree with to be gone on from.
         self.identity = {
             "model": dataclasses.asdict(self.model_config),
@@ -114,19 +118,22 @@ class _Run:
                 mininterval=interval,
             ) as bar,
         ):
-            pending = _Pending(metrics, bar, config, self.bytes_per_token, self.checkpoints)
+            pending = _Pending(metrics, bar, config, self.bytes_per_token, self._tokens_at_peak(), self.checkpoints)
             for step in range(first + 1, config.steps + 1):
                 state, values = self.training.step(state, self._put(Batch(**next(self.batches))))
                 pending.flush()
                 pending.set(step, values)
                 last = step == config.steps
                 evaluates = last or (config.eval_every and step % config.eval_every == 0)
+                profiles = config.profile_every and (last or step % config.profile_every == 0)
                 stopping = stop.requested  # looked at once: what ends the loop has been saved
                 saves = last or stopping or step % config.checkpoint_every == 0
-                if evaluates or saves:
+                if evaluates or profiles or saves:
                     pending.flush()  # so that a state that is not finite is never saved
                     if evaluates:
                         self._evaluate(state, step, metrics, bar)
+                    if profiles:
+                        metrics.write_profile(step, self._profile(state))
                     if saves:
                         self._save(state, step)
                     pending.restart_clock()
@@ -169,6 +176,18 @@ class _Run:
         metrics.write(step, **{VALIDATION: bits}, **by_domain)
         said = ", ".join(f"{name} {found[name]:.4f}" for name in self.corpus.domains)
         bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte" + (f" ({said})" if said else ""))
+
+    def _profile(self, state: TrainState) -> dict[str, Any]:
+        """Of the first rows of the validation text."""
+        length = self.config.sequence_length
+        rows = next(validation_batches(self.corpus.validation, sequence_length=length, batch_size=ROWS))
+        return self.profile(state.model(), *rows)
+
+    def _tokens_at_peak(self) -> float | None:
+        """Per second, of all devices; None where a peak or the operations are not known."""
+        kind = jax.devices()[0].device_kind
+        one = tokens_at_peak(self.model_config, self.config.sequence_length, kind)
+        return one and one * (self.mesh.size if self.mesh else 1)
 
     def _together(self, bits: dict[str, float]) -> float:
         """Bits per byte of all domains, from those of each."""
@@ -219,9 +238,17 @@ class _Run:
 class _Pending:
     """The values of the step that the device still works on: looked at one step late, so that it need not wait."""
 
-    def __init__(self, metrics: MetricsWriter, bar: tqdm, config: TrainConfig, bytes_per_token: float, checkpoints):
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        bar: tqdm,
+        config: TrainConfig,
+        bytes_per_token: float,
+        tokens_at_peak: float | None,
+        checkpoints: Checkpoints,
+    ):
         self._metrics, self._bar, self._config, self._checkpoints = metrics, bar, config, checkpoints
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token, self._tokens_at_peak = bytes_per_token, tokens_at_peak
         self._step, self._values = 0, None
         self.restart_clock()
 
@@ -244,6 +271,8 @@ class _Pending:
         now = time.perf_counter()
         tokens = self._config.batch_size * self._config.sequence_length
         values["tokens_per_second"] = round(tokens / (now - self._time), 1)
+        if self._tokens_at_peak is not None:
+            values["mfu"] = round(values["tokens_per_second"] / self._tokens_at_peak, 4)
         self._time = now
         self._metrics.write(self._step, **values)
         bits = values["loss"] / math.log(2) / self._bytes_per_token

@@ -12,6 +12,7 @@ from experiments.report_parts import (
     provenance,
     signed,
     signed_difference,
+    speeds,
     spread,
     verdict,
 )
@@ -34,6 +35,7 @@ def section(table: Table, path: Path) -> list[str]:
             "",
             *provenance(entries, settings, present),
             *_table(table, entries, present),
+            *speeds({row: [e for e in entries if e.config["row"] == row] for row in table.rows}),
             *failures(entries, ("row", "seed")),
         ]
     return lines

@@ -82,6 +82,12 @@ class TrainConfig:
     eval_tokens: int = _setting(
         1 << 17, "How much of the validation text an evaluation reads, in tokens. Domains have equal shares.", free=True
     )
+    profile_every: int = _setting(
+        0,
+        "Steps between profiles of the depth (outputs, gradients and mixing weights, in profiles.jsonl); one then ends "
+        "the run. 0: none.",
+        free=True,
+    )
     checkpoint_every: int = _setting(200, "Steps between checkpoints; one always ends the run.", free=True)
     keep_checkpoints: int = _setting(2, "How many of the latest checkpoints stay on disk.", free=True)
     sample_tokens: int = _setting(400, "Length of the sample that ends the run; 0: none.", free=True)
@@ -92,7 +98,7 @@ class TrainConfig:
         _require(self, "sequence_length", self.sequence_length >= 2, "at least 2")
         for name in ("batch_size", "steps", "eval_tokens", "checkpoint_every", "keep_checkpoints"):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup", "eval_every", "sample_tokens", "seed"):
+        for name in ("warmup", "eval_every", "profile_every", "sample_tokens", "seed"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("weight_decay", "grad_clip", "temperature", "router_bias_rate"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
@@ -113,12 +119,17 @@ class TrainConfig:
             model = load_hf_config(self.init_from, **self.init_fields())
             fits = model.vocab_size >= vocab_size
             _require(self, "tokenizer", fits, f"one of at most {model.vocab_size} ids, as init_from has")
-            return model
+            return self._allowed(model)
         settings: dict[str, Any] = {"vocab_size": vocab_size}
         if self.dtype is not None:
             settings["dtype"] = self.dtype
         model = get_config(self.config, **{**settings, **self.overrides})
         _require(self, "overrides", model.vocab_size >= vocab_size, f"vocab_size at least the tokenizer's {vocab_size}")
+        return self._allowed(model)
+
+    def _allowed(self, model: ModelConfig) -> ModelConfig:
+        readable = not (self.profile_every and model.scan_layers)
+        _require(self, "profile_every", readable, "0 with scan_layers=True, whose sub-layers are not seen one by one")
         return model
 
     def init_fields(self) -> dict[str, Any]:
