@@ -13,19 +13,18 @@ are not rounded here).
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
 from experiments.benchmark_suites import card, versions
-from experiments.depth_profile import ROWS, depth_profile
+from experiments.depth_profile import ROWS, as_matrix, depth_profile
 from experiments.files import replace_text
 from experiments.input_pipeline import validation_batches
 from experiments.run_directory import CHECKPOINTS, saved_settings
@@ -84,7 +83,7 @@ def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for axis in axes[len(mixed) + 3 :]:
         axis.remove()
     for axis, (name, profile) in zip(axes, mixed.items(), strict=False):
-        image = axis.imshow(_as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axis.imshow(as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set(title=f"{name}: what each site reads", xlabel="source, oldest first", ylabel="site, the output's last")
         figure.colorbar(image, ax=axis, label="mean weight")
     for axis, key, title in (
@@ -101,15 +100,6 @@ def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _as_matrix(weights: Sequence[Sequence[float] | None]) -> np.ndarray:
-    """[sites, sources], NaN where a site has no such source."""
-    matrix = np.full((len(weights), max(len(w) for w in weights if w is not None)), np.nan)
-    for row, found in zip(matrix, weights, strict=True):
-        if found is not None:
-            row[: len(found)] = found
-    return matrix
 
 
 def main(argv: list[str]) -> None:

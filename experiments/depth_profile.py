@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from kimi_jax.configs import ModelConfig
@@ -65,6 +66,15 @@ def make_depth_profile(graphdef: nnx.GraphDef, config: ModelConfig) -> Callable[
         }
 
     return profile
+
+
+def as_matrix(weights: Sequence[Sequence[float] | None]) -> np.ndarray:
+    """The weights of a profile as [sites, sources], NaN where a site has no such source."""
+    matrix = np.full((len(weights), max(len(w) for w in weights if w is not None)), np.nan)
+    for row, found in zip(matrix, weights, strict=True):
+        if found is not None:
+            row[: len(found)] = found
+    return matrix
 
 
 class _Probe:

@@ -127,7 +127,7 @@ def test_the_report_compares_with_the_baseline(corpus, store, trained):
     assert "| 3:1 | 2.0050 ± 0.0071 (2), 1 failed |  | 5.65 |  |  |  |" in text
     assert "| no convolution | 2.1100 ± 0.0100 (3) | +0.1000 ± 0.0000 | 5.7 | +0.050 | worse: as in the paper |" in text
     assert "| 1:1 | 2.0100 ± 0.0141 (2), 1 diverged | +0.0000 | 5.66 | +0.010 | the same: not as in the paper |" in text
-    assert "(model FLOPs utilisation): 3:1 7,000 (12.5%); no convolution 7,000 (12.5%); 1:1 7,000 (12.5%)." in text
+    assert "(model FLOPs utilisation): 3:1 7,000 (12.5%); 1:1 7,000 (12.5%); no convolution 7,000 (12.5%)." in text
     assert "- 3:1 2: MemoryError: no room" in text and "| 7:1 | not run |  | 5.7 | +0.050 |  |  |" in text
     assert run_table(ablation, store, StopRequest())  # what failed is tried again; what diverged is not
     assert len(trained.asked) == 10

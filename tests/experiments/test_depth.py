@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from experiments import depth
-from experiments.depth_profile import _outliers, depth_profile
+from experiments.depth_profile import _outliers, as_matrix, depth_profile
 from kimi_jax.configs import get_config
 from kimi_jax.model import KimiLM, lm_loss
 from kimi_jax.quantize import round_weights
@@ -111,7 +111,7 @@ def test_a_figure_of_runs_with_and_without_weights(tmp_path):
     profiles = {r: depth_profile(tiny(residual=r), TOKENS) for r in ("standard", "full_attn_res")}
     depth.draw(profiles, tmp_path / "folder" / "depth.png")
     assert (tmp_path / "folder" / "depth.png").stat().st_size > 10_000
-    matrix = depth._as_matrix(profiles["full_attn_res"]["weights"])
+    matrix = as_matrix(profiles["full_attn_res"]["weights"])
     assert matrix.shape == (5, 5) and np.isnan(matrix[0]).all() and not np.isnan(matrix[-1]).any()
     json.dumps(profiles)
 
