@@ -104,7 +104,7 @@ def _mean_weights(state: DepthState, site: DepthMix) -> jax.Array:
     """[sources], as attn_res weighs them."""
     sources = [x.astype(jnp.float32) for x in (*state.bank, state.sum)]
     gain = site.query[...] * site.key_scale[...]
-    scores = [x @ gain * jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + site.eps) for x in sources]
+    scores = [jnp.sum(x * gain, axis=-1) * jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + site.eps) for x in sources]
     weights = jax.nn.softmax(jnp.stack(scores), axis=0)
     return jnp.mean(weights, axis=tuple(range(1, weights.ndim)))
 

@@ -8,11 +8,7 @@ from experiments.report_dynamics import quarters
 from experiments.run_store import RunStore
 
 TABLE = TABLES["attn_res_dynamics"]
-GROWTH = {
-    "PreNorm": 6.0,
-    "Full": 1.2,
-    "Block": 0.7,
-}  # of outputs, from the first sub-layer to the last; gradients fall so
+GROWTH = {"PreNorm": 6.0, "Full": 1.2, "Block": 0.7}  # of outputs, first sub-layer to last; gradients fall so
 
 
 def profiles(row: str, factor: float) -> list[dict]:
