@@ -1,5 +1,6 @@
 """Documents, their split, tokens and rows."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,8 @@ def test_files_to_validate_on_are_domains(tmp_path, case):
     for file in case.files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(f"text of {file}")
-    corpus = load_corpus("stdlib", BYTES, validation_data=f"{tmp_path}/**/*.txt")
+    (tmp_path / "train.bin").write_bytes(b"abc\0")
+    corpus = load_corpus(f"{tmp_path}/train.bin", BYTES, validation_data=f"{tmp_path}/**/*.txt")
     assert list(corpus.domains) == case.domains
     assert bytes(corpus.validation).decode() == "".join(f"text of {file}\0" for file in case.files)
 
@@ -86,7 +88,9 @@ def test_files_to_validate_on_are_domains(tmp_path, case):
 def test_domains_are_read_in_equal_shares(tmp_path):
     for name, text in (("code", "abcdefgh"), ("docs", "ij"), ("general", "klmnopqr")):
         (tmp_path / f"val.{name}.txt").write_text(text)
-    corpus = load_corpus("stdlib", BYTES, validation_data=str(tmp_path / "val.*.txt"))
+    train = str(tmp_path / "train.bin")
+    Path(train).write_bytes(b"abc\0")
+    corpus = load_corpus(train, BYTES, validation_data=str(tmp_path / "val.*.txt"))
     read = {name: bytes(tokens) for name, tokens in corpus.evaluated(14).items()}
     assert read == {"code": b"abcd", "docs": b"ij\0", "general": b"klmn"}
     assert sum(map(len, corpus.evaluated(1 << 24).values())) == len(corpus.validation)
@@ -94,8 +98,8 @@ def test_domains_are_read_in_equal_shares(tmp_path):
         corpus.evaluated(5)
     (tmp_path / "val.none.txt").write_text(" ")
     with pytest.raises(ValueError, match="val.none.txt holds no text; each of its files is a domain"):
-        load_corpus("stdlib", BYTES, validation_data=str(tmp_path / "val.*.txt"))
-    alone = load_corpus("stdlib", BYTES, validation_data=str(tmp_path / "val.code.txt"))
+        load_corpus(train, BYTES, validation_data=str(tmp_path / "val.*.txt"))
+    alone = load_corpus(train, BYTES, validation_data=str(tmp_path / "val.code.txt"))
     assert [bytes(tokens) for tokens in alone.evaluated(4).values()] == [b"abcd"]
 
 
