@@ -13,110 +13,28 @@ weights rounded to int8 and int4, and with weights and activations in int8 ("w8a
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
 from experiments.benchmark_suites import card, versions
+from experiments.depth_profile import ROWS, as_matrix, depth_profile
 from experiments.files import replace_text
 from experiments.input_pipeline import validation_batches
 from experiments.run_directory import CHECKPOINTS, saved_settings
 from experiments.text import load_corpus
 from experiments.tokenization import get_tokenizer
 from kimi_jax.checkpoints import load_model
-from kimi_jax.layers.residuals import DepthMix, DepthState, make_residual
 from kimi_jax.model import KimiLM, lm_loss
 from kimi_jax.quantize import round_activations, round_weights
 
-ROWS = 8  # of validation text
 COLUMNS = 3  # of the figure
-
-
-def depth_profile(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | None = None) -> dict[str, Any]:
-    """Numbers over the depth of a model on tokens int [B, T], means over all of its tokens.
-
-    Returns:
-        {"loss": nats per token, "output_rms": [sub-layers], "output_largest": [sub-layers], the largest magnitude,
-        "output_kurtosis": [sub-layers], of all numbers of an output, 3 for normal ones, "gradient_rms": [sub-layers],
-        of the mean loss with respect to each output, "weights": per site a list over its sources (the embedding or
-        oldest block first, the growing one last), or None where the site weighs nothing or in another way than softmax
-        over normalised keys}. The last site is the output's.
-
-    Raises:
-        NotImplementedError: for scan_layers, whose sites are not seen one by one.
-    """
-    if model.config.scan_layers:
-        raise NotImplementedError("scan_layers=True: the sites of scanned layers cannot be read; train without it")
-    graphdef, params = nnx.split(model)
-    sublayers = 2 * model.config.num_layers
-    # Of a model in two phases too: the same function, whose sites all read bank and sum.
-    residual = make_residual(model.config.residual, model.config.block_size, model.config.depth_streams)
-
-    def loss(nudges):
-        own = nnx.merge(graphdef, params)
-        probe = own.residual = own.layers.residual = _Probe(residual, nudges)
-        own.layers.remat = "none"  # what is recorded may not be a tracer of a checkpoint's inside
-        for layer in own.layers.lead:
-            layer.residual = probe
-        return lm_loss(own, tokens, segment_ids)[0], (probe.outputs, probe.weights)
-
-    zeros = [jnp.zeros((*tokens.shape, model.config.hidden_size), model.dtype)] * sublayers
-    (found, (outputs, weights)), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(zeros)
-    return {
-        "loss": float(found),
-        **{f"output_{name}": [float(x[name]) for x in outputs] for name in ("rms", "largest", "kurtosis")},
-        "gradient_rms": [float(_rms(x)) for x in gradients],
-        "weights": [None if w is None else [float(x) for x in w] for w in weights],
-    }
-
-
-class _Probe:
-    """A residual that remembers what passes by. Zeros are added to outputs, and the loss differentiated by them."""
-
-    def __init__(self, residual, nudges: Sequence[jax.Array]):
-        self.residual, self.nudges = residual, nudges
-        self.outputs, self.weights = [], []
-
-    def __getattr__(self, name):
-        return getattr(self.residual, name)
-
-    def read(self, state, site, norm):
-        self.weights.append(_mean_weights(state, site) if isinstance(site, DepthMix) else None)
-        return self.residual.read(state, site, norm)
-
-    def mix(self, state, site):
-        self.weights.append(_mean_weights(state, site) if isinstance(site, DepthMix) else None)
-        return self.residual.mix(state, site)
-
-    def add(self, state, output, site=None):
-        self.outputs.append({"rms": _rms(output), **_outliers(output)})
-        return self.residual.add(state, output + self.nudges[state.depth], site)
-
-
-def _mean_weights(state: DepthState, site: DepthMix) -> jax.Array:
-    """[sources], as attn_res weighs them."""
-    sources = [x.astype(jnp.float32) for x in (*state.bank, state.sum)]
-    gain = site.query[...] * site.key_scale[...]
-    scores = [x @ gain * jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + site.eps) for x in sources]
-    weights = jax.nn.softmax(jnp.stack(scores), axis=0)
-    return jnp.mean(weights, axis=tuple(range(1, weights.ndim)))
-
-
-def _rms(x):
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
-
-
-def _outliers(x):
-    x = x.astype(jnp.float32)
-    centred = x - jnp.mean(x)
-    return {"largest": jnp.max(jnp.abs(x)), "kurtosis": jnp.mean(centred**4) / jnp.mean(centred**2) ** 2}
 
 
 def rounded_losses(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | None = None) -> dict[str, float]:
@@ -168,7 +86,7 @@ def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for axis in axes[len(mixed) + 3 :]:
         axis.remove()
     for axis, (name, profile) in zip(axes, mixed.items(), strict=False):
-        image = axis.imshow(_as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axis.imshow(as_matrix(profile["weights"]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axis.set(title=f"{name}: what each site reads", xlabel="source, oldest first", ylabel="site, the output's last")
         figure.colorbar(image, ax=axis, label="mean weight")
     for axis, key, title in (
@@ -185,15 +103,6 @@ def draw(profiles: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _as_matrix(weights: Sequence[Sequence[float] | None]) -> np.ndarray:
-    """[sites, sources], NaN where a site has no such source."""
-    matrix = np.full((len(weights), max(len(w) for w in weights if w is not None)), np.nan)
-    for row, found in zip(matrix, weights, strict=True):
-        if found is not None:
-            row[: len(found)] = found
-    return matrix
 
 
 def main(argv: list[str]) -> None:

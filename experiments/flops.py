@@ -11,6 +11,8 @@ Per token, forward:
 
 The backward pass is twice the forward one. What is recomputed to save memory is not counted: it is no part
 of the model.
+
+Model FLOPs utilisation (MFU) is the share of a card's peak that these operations are, of all that it is busy with.
 """
 
 import functools
@@ -20,6 +22,12 @@ from kimi_jax.model import active_parameter_count
 
 CHUNK = 64  # of the paper's formula, whatever the kernel's
 COUNTED = ("standard", "full_attn_res", "block_attn_res")
+
+# FLOP/s in bfloat16, dense, of the makers' data sheets, by jax's name of a device.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+}  # fmt: skip
 
 
 @functools.cache  # the parameters are counted on a model
@@ -39,6 +47,16 @@ def training_flops(config: ModelConfig, sequence_length: int) -> float:
     attention = config.mla_num_heads * sequence_length * (key + value)
     mixers = config.layer_kinds.count("kda") * kda + config.layer_kinds.count("mla") * attention
     return 3.0 * (matrices + mixers + 4 * config.hidden_size * depth_sources(config))
+
+
+def tokens_at_peak(config: ModelConfig, sequence_length: int, device_kind: str) -> float | None:
+    """Tokens per second that a device would train on at its peak: MFU is tokens per second over this.
+
+    None for a device whose peak is not in PEAKS, or a model whose operations are not counted.
+    """
+    if device_kind not in PEAKS or config.residual not in COUNTED:
+        return None
+    return PEAKS[device_kind] / training_flops(config, sequence_length)
 
 
 def depth_sources(config: ModelConfig) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import hashlib
+import functools
 import math
 import sys
 import time
@@ -11,26 +11,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
+from experiments.depth_profile import ROWS, make_depth_profile
 from experiments.evaluate import make_evaluate
 from experiments.files import replace_text
+from experiments.flops import tokens_at_peak
 from experiments.generate import sample_text
 from experiments.input_pipeline import Batch, training_batches, validation_batches
 from experiments.metrics import MetricsWriter, read_metrics
 from experiments.plots import plot_loss
 from experiments.run_directory import CHECKPOINTS, open_run, read_result, write_result
 from experiments.stopping import StopRequest
-from experiments.text import load_corpus
+from experiments.text import Corpus, load_corpus
 from experiments.tokenization import get_tokenizer
 from experiments.train_config import TrainConfig
 from experiments.train_state import TrainState, start_training
-from experiments.trigram import trigram_bits_per_byte
+from experiments.trigram import Trigram
 from kimi_jax.checkpoints import Checkpoints, require_same_config
 from kimi_jax.sharding import make_mesh, partition_spec
+
+VALIDATION = "validation_bits_per_byte"
 
 
 class TrainResult(NamedTuple):
@@ -42,6 +45,7 @@ class TrainResult(NamedTuple):
     validation_bits_per_byte: float | None  # the rest is None or empty unless finished
     trigram_bits_per_byte: float | None
     sample: str
+    domains: dict[str, dict[str, float]] | None = None  # the two by domain, where validation_data has some
 
 
 class TrainingDiverged(RuntimeError):
@@ -78,9 +82,9 @@ class _Run:
         self.tokenizer = get_tokenizer(config.tokenizer)
         self.model_config = config.model_config(vocab_size=self.tokenizer.vocab_size)
         self.corpus = load_corpus(config.data, self.tokenizer, validation_data=config.validation_data, seed=config.seed)
-        self.validation = self.corpus.validation[: config.eval_tokens]
-        self.validation_bytes = self.tokenizer.to_bytes(self.validation)
-        self.bytes_per_token = len(self.validation_bytes) / len(self.validation)
+        self.validation = self.corpus.evaluated(config.eval_tokens)
+        self.bytes = {name: len(self.tokenizer.to_bytes(tokens)) for name, tokens in self.validation.items()}
+        self.bytes_per_token = sum(self.bytes.values()) / sum(map(len, self.validation.values()))
         self.batches = training_batches(
             self.corpus.train, sequence_length=config.sequence_length, batch_size=config.batch_size, seed=config.seed
         )
@@ -88,11 +92,13 @@ class _Run:
         resumed = self.checkpoints.latest_step() is not None
         self.training = start_training(config, self.model_config, mesh, resumed=resumed)
         self.evaluate = make_evaluate(self.training.graphdef, self._put)
+        if config.profile_every:
+            self.profile = make_depth_profile(self.training.graphdef, self.model_config)
         # What a checkpoint must agree with to be gone on from.
         self.identity = {
             "model": dataclasses.asdict(self.model_config),
             "training": config.binding(),
-            "data": {"train_sha256": hashlib.sha256(np.ascontiguousarray(self.corpus.train)).hexdigest()},
+            "data": {"train_sha256": self.corpus.train_sha256},
         }
 
     def go(self, stop: StopRequest) -> TrainResult:
@@ -112,19 +118,22 @@ class _Run:
                 mininterval=interval,
             ) as bar,
         ):
-            pending = _Pending(metrics, bar, config, self.bytes_per_token, self.checkpoints)
+            pending = _Pending(metrics, bar, config, self.bytes_per_token, self._tokens_at_peak(), self.checkpoints)
             for step in range(first + 1, config.steps + 1):
                 state, values = self.training.step(state, self._put(Batch(**next(self.batches))))
                 pending.flush()
                 pending.set(step, values)
                 last = step == config.steps
                 evaluates = last or (config.eval_every and step % config.eval_every == 0)
+                profiles = config.profile_every and (last or step % config.profile_every == 0)
                 stopping = stop.requested  # looked at once: what ends the loop has been saved
                 saves = last or stopping or step % config.checkpoint_every == 0
-                if evaluates or saves:
+                if evaluates or profiles or saves:
                     pending.flush()  # so that a state that is not finite is never saved
                     if evaluates:
                         self._evaluate(state, step, metrics, bar)
+                    if profiles:
+                        metrics.write_profile(step, self._profile(state))
                     if saves:
                         self._save(state, step)
                     pending.restart_clock()
@@ -157,12 +166,32 @@ class _Run:
         return jax.device_put(batch, NamedSharding(self.mesh, partition_spec(("batch", None), self.mesh)))
 
     def _evaluate(self, state: TrainState, step: int, metrics: MetricsWriter, bar: tqdm) -> None:
-        batches = validation_batches(
-            self.validation, sequence_length=self.config.sequence_length, batch_size=self.config.batch_size
-        )
-        bits = self.evaluate(state.model(), batches, self.bytes_per_token)
-        metrics.write(step, validation_bits_per_byte=bits)
-        bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte")
+        model, config = state.model(), self.config
+        found = {}
+        for name, tokens in self.validation.items():
+            batches = validation_batches(tokens, sequence_length=config.sequence_length, batch_size=config.batch_size)
+            found[name] = self.evaluate(model, batches, self.bytes[name] / len(tokens))
+        bits = self._together(found)
+        by_domain = {_of_domain(name): x for name, x in found.items()} if self.corpus.domains else {}
+        metrics.write(step, **{VALIDATION: bits}, **by_domain)
+        said = ", ".join(f"{name} {found[name]:.4f}" for name in self.corpus.domains)
+        bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte" + (f" ({said})" if said else ""))
+
+    def _profile(self, state: TrainState) -> dict[str, Any]:
+        """Of the first rows of the validation text."""
+        length = self.config.sequence_length
+        rows = next(validation_batches(self.corpus.validation, sequence_length=length, batch_size=ROWS))
+        return self.profile(state.model(), *rows)
+
+    def _tokens_at_peak(self) -> float | None:
+        """Per second, of all devices; None where a peak or the operations are not known."""
+        kind = jax.devices()[0].device_kind
+        one = tokens_at_peak(self.model_config, self.config.sequence_length, kind)
+        return one and one * (self.mesh.size if self.mesh else 1)
+
+    def _together(self, bits: dict[str, float]) -> float:
+        """Bits per byte of all domains, from those of each."""
+        return sum(bits[name] * size for name, size in self.bytes.items()) / sum(self.bytes.values())
 
     def _introduce(self, first: int) -> None:
         config, model = self.config, self.model_config
@@ -177,18 +206,23 @@ class _Run:
         print(f"run {self.workdir}" + (f", resumed after step {first}" if first else ""), flush=True)
 
     def _finish(self, state: TrainState) -> TrainResult:
-        name = "validation_bits_per_byte"
-        bits = [record[name] for record in read_metrics(self.workdir) if name in record][-1]
-        trigram = trigram_bits_per_byte(self.tokenizer.to_bytes(self.corpus.train), self.validation_bytes)
+        last = [record for record in read_metrics(self.workdir) if VALIDATION in record][-1]
+        trigrams = _trigrams(self.corpus, self.config.tokenizer, self.config.eval_tokens)
+        trigram = self._together(trigrams)
         sample = self._sample(state) if self.config.sample_tokens else ""
         replace_text(self.workdir / "sample.txt", sample)
         plot_loss(self.workdir, bytes_per_token=self.bytes_per_token, trigram=trigram)
         result = {
             "step": self.config.steps,
-            name: bits,
+            VALIDATION: last[VALIDATION],
             "trigram_bits_per_byte": trigram,
             "sample": sample,
         }
+        if self.corpus.domains:
+            result["domains"] = {
+                name: {"bits_per_byte": last[_of_domain(name)], "trigram_bits_per_byte": trigrams[name]}
+                for name in self.corpus.domains
+            }
         write_result(self.workdir, result)  # last: its presence means that the run is finished
         return TrainResult(self.workdir, True, **result)
 
@@ -204,9 +238,17 @@ class _Run:
 class _Pending:
     """The values of the step that the device still works on: looked at one step late, so that it need not wait."""
 
-    def __init__(self, metrics: MetricsWriter, bar: tqdm, config: TrainConfig, bytes_per_token: float, checkpoints):
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        bar: tqdm,
+        config: TrainConfig,
+        bytes_per_token: float,
+        tokens_at_peak: float | None,
+        checkpoints: Checkpoints,
+    ):
         self._metrics, self._bar, self._config, self._checkpoints = metrics, bar, config, checkpoints
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token, self._tokens_at_peak = bytes_per_token, tokens_at_peak
         self._step, self._values = 0, None
         self.restart_clock()
 
@@ -229,6 +271,8 @@ class _Pending:
         now = time.perf_counter()
         tokens = self._config.batch_size * self._config.sequence_length
         values["tokens_per_second"] = round(tokens / (now - self._time), 1)
+        if self._tokens_at_peak is not None:
+            values["mfu"] = round(values["tokens_per_second"] / self._tokens_at_peak, 4)
         self._time = now
         self._metrics.write(self._step, **values)
         bits = values["loss"] / math.log(2) / self._bytes_per_token
@@ -242,6 +286,19 @@ class _Pending:
             f"step {self._step}: {name} is {value}; {kept}. A smaller --learning_rate, a longer --warmup or "
             "a smaller --grad_clip, in a new --workdir, may help."
         )
+
+
+def _of_domain(name: str) -> str:
+    """What the metrics call the bits per byte of a domain."""
+    return f"{VALIDATION}/{name}"
+
+
+@functools.lru_cache(maxsize=1)  # runs of one process mostly share it, and counting takes seconds
+def _trigrams(corpus: Corpus, tokenizer: str, eval_tokens: int) -> dict[str, float]:
+    """Bits per byte of a trigram of all training text, by domain."""
+    to_bytes = get_tokenizer(tokenizer).to_bytes
+    trigram = Trigram.fit(to_bytes(corpus.train))
+    return {name: trigram.bits_per_byte(to_bytes(x)) for name, x in corpus.evaluated(eval_tokens).items()}
 
 
 def _as_trees(state: TrainState) -> dict[str, Any]:

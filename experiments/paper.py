@@ -4,6 +4,8 @@ SYNTHETIC: Kimi Linear (arXiv 2510.26692), Figure 4. DECODE and PREFILL: its Fig
 numbers for them; these are read from the vector paths of its PDF, a way that finds the numbers which the paper does
 print (in Figure 1b) to 0.1%. ATTN_RES: Attention Residuals (arXiv 2603.15031).
 
+DYNAMICS: Attention Residuals, Figure 5, read off its charts; it does not say which norm it draws.
+
 SCALING: the scaling laws of both papers, fitted to five sizes each, those of their Table 2.
 """
 
@@ -80,6 +82,17 @@ DECODE_PRINTED = {
 }
 CACHE_SAVING = "up to 75%"
 ATTN_RES_INFERENCE = "less than 2%"  # more time, on "typical" workloads
+
+# Of the baseline, by layer, from 0 to 26; gradients in 1e-5.
+DYNAMICS_LAYERS = 27
+DYNAMICS = {
+    "output_rms": {5: 0.6, 10: 0.8, 15: 1.5, 20: 3.1, 24: 7.1, 26: 12.1},
+    "gradient_rms": {0: 2.46, 2: 1.4, 10: 0.37, 26: 0.08},
+}
+DYNAMICS_ATTN_RES = {
+    "output_rms": "saw-tooth of 0.1 to 1.9, highest at the last layer of each block",
+    "gradient_rms": "0.71 at the first layer, then 0.1 to 0.4",
+}
 
 # (A, alpha) of L = A C^-alpha, C in PFLOP/s-days, by paper and model.
 SCALING_LAWS = {

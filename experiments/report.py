@@ -12,8 +12,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import report_ablation, report_decode, report_scaling, report_synthetic
-from experiments.configs import TABLES
+from experiments import report_ablation, report_decode, report_dynamics, report_scaling, report_synthetic
+from experiments.configs import TABLES, attn_res_dynamics
 from experiments.files import replace_text
 
 _RESULTS = flags.DEFINE_string("results", "results", "Folder of the JSON files; README.md and figures go there too.")
@@ -32,6 +32,8 @@ def report(results: Path) -> Path:
     for table in TABLES.values():
         if (path := results / f"{table.name}.json").exists():
             lines += report_ablation.section(table, path)
+            if table is attn_res_dynamics.TABLE:
+                lines += report_dynamics.section(table, path)
     if (path := results / "scaling.json").exists():
         lines += report_scaling.section(path)
     if (path := results / "decode.json").exists():

@@ -1,5 +1,6 @@
 """The section of results/README.md that the runs of one table have to show, see ablate.py."""
 
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from experiments.report_parts import (
     provenance,
     signed,
     signed_difference,
+    speeds,
     spread,
     verdict,
 )
@@ -34,6 +36,8 @@ def section(table: Table, path: Path) -> list[str]:
             "",
             *provenance(entries, settings, present),
             *_table(table, entries, present),
+            *_domains(table, entries),
+            *speeds({row: [e for e in entries if e.config["row"] == row] for row in table.rows}),
             *failures(entries, ("row", "seed")),
         ]
     return lines
@@ -60,6 +64,22 @@ def _table(table: Table, entries: Iterable[Entry], present: bool) -> list[str]:
         rows.append([row + ("" if present else EARLIER), measured, cells[0], _number(paper), *cells[1:]])
     head = ["", "bits per byte", "difference", "paper", "difference", "direction", "how sure (paired over seeds)"]
     return markdown_table(head, rows)
+
+
+def _domains(table: Table, entries: Iterable[Entry]) -> list[str]:
+    """Means over seeds for each domain of the validation text, if it has some, and the trigram's."""
+    done = [e for e in entries if e.result and e.result.get("domains")]
+    if not done:
+        return []
+    names = list(done[0].result["domains"])
+
+    def means(of: list[Entry], key: str) -> list[str]:
+        return [f"{statistics.fmean(e.result['domains'][name][key] for e in of):.4f}" for name in names]
+
+    by_row = {row: [e for e in done if e.config["row"] == row] for row in table.rows}
+    rows = [[row, *means(found, "bits_per_byte")] for row, found in by_row.items() if found]
+    rows.append(["byte trigram", *means(done, "trigram_bits_per_byte")])
+    return markdown_table(["bits per byte", *names], rows)
 
 
 def _bits(entries: Iterable[Entry]) -> dict[int, float]:

@@ -1,5 +1,6 @@
 """What the sections of results/README.md share: where runs come from, Markdown tables, comparisons in words."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,18 @@ def provenance(entries: Sequence[Entry], settings: Mapping[str, Any], present: b
         code = f"(sources {entries[0].sources[:12]}), not to be compared with others."
         lines[:0] = [f"**{EARLIER.strip()} By earlier code** {code}", ""]
     return lines
+
+
+def speeds(runs: Mapping[str, Iterable[Entry]]) -> list[str]:
+    """One line, by label: tokens per second, and model FLOPs utilisation where it is known, medians over the runs."""
+    said = []
+    for label, entries in runs.items():
+        found = [e.result for e in entries if e.result and "tokens_per_second" in e.result]
+        if found:
+            shares = [result["mfu"] for result in found if "mfu" in result]
+            tokens = statistics.median(result["tokens_per_second"] for result in found)
+            said.append(f"{label} {tokens:,.0f}" + (f" ({statistics.median(shares):.1%})" if shares else ""))
+    return [f"Tokens per second (model FLOPs utilisation): {'; '.join(said)}.", ""] if said else []
 
 
 def failures(entries: Iterable[Entry], names: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from experiments.comparison import mean_and_std
 from experiments.configs import SOURCES
 from experiments.paper import SCALING_ADVANTAGE, SCALING_AT, SCALING_LAWS
-from experiments.report_parts import EARLIER, failures, markdown_table, provenance, spread
+from experiments.report_parts import EARLIER, failures, markdown_table, provenance, speeds, spread
 from experiments.run_store import Entry, RunStore
 from experiments.scaling_fit import (
     COVERAGE,
@@ -76,7 +76,9 @@ def section(path: Path) -> list[str]:
         draw(group, figure)
         settings = {**entries[0].config["training"], "corpus": entries[0].config["corpus"]["train"][:12]}
         lines += [*_about(), *provenance(entries, settings, group.present), f"![Loss by compute]({figure.name})", ""]
-        lines += _losses(group) + _laws(group) + _advantages(group) + failures(entries, ("model", "size", "seed"))
+        runs = {f"{NAMES[m]}, {s}": group.select(m, s) for s in group.sizes() for m in group.models()}
+        lines += _losses(group) + speeds(runs) + _laws(group) + _advantages(group)
+        lines += failures(entries, ("model", "size", "seed"))
     return lines
 
 

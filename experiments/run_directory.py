@@ -1,6 +1,6 @@
 """Where a run lives: a fresh directory, or one that is resumed.
 
-run.json       the settings, written first      metrics.jsonl, tensorboard/   what was measured
+run.json       the settings, written first      metrics.jsonl, profiles.jsonl, tensorboard/   what was measured
 checkpoints/   the latest few                   loss.png, sample.txt, result.json   written at the end
 """
 

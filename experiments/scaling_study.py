@@ -23,20 +23,19 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.flops import training_flops
+from experiments.flops import PEAKS, training_flops
 from experiments.tokenization import get_tokenizer
 from experiments.train_config import TrainConfig
 from experiments.training_runs import TrainingRun, training_fields
 from kimi_jax.configs import ModelConfig, get_config
 from kimi_jax.model import active_parameter_count
 
-PEAK = 989e12  # FLOP/s of an H200 in bfloat16
-GUESSED_SHARE = 0.4  # of it, in wide models; a guess, as is how it falls with the width
+GUESSED_CARD = "NVIDIA H200"
+GUESSED_SHARE = 0.4  # of its peak, in wide models; a guess, as is how it falls with the width
 HALF_WIDTH = 512  # where half of that share is left
 
 HEAD = 64
-# Tokens of it that are read: all, since the files of a glob lie one behind the other, each of another kind of text.
-VALIDATION = 1 << 23
+VALIDATION = 1 << 24  # tokens of it that are read: all; domains share it, and each has less than its share
 RATE_WIDTH = 256  # the width at which Study.learning_rate is the rate
 OF_RUN = ("model", "size", "seed", "overrides", "of_size")  # what may differ between runs that are compared
 
@@ -161,7 +160,7 @@ def flops_of(config: Mapping[str, Any]) -> float:
 def guessed_seconds(config: Mapping[str, Any]) -> float:
     """Of a run on an H200, without compilation: 40% of its peak for wide models, less for narrow ones."""
     width = config["overrides"]["hidden_size"]
-    return flops_of(config) / (PEAK * GUESSED_SHARE * width / (width + HALF_WIDTH))
+    return flops_of(config) / (PEAKS[GUESSED_CARD] * GUESSED_SHARE * width / (width + HALF_WIDTH))
 
 
 @functools.cache

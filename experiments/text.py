@@ -4,21 +4,27 @@ Three kinds of source:
 - "stdlib": the source of Python's own standard library, which every machine that runs this has;
 - a glob of text files: a file is a document, or several where NUL bytes separate them;
 - one .npy or .bin file of tokens, prepared in advance, each document ended by token 0.
+
+Up to DOMAINS files of validation text are a domain each: evaluated one by one, in equal shares.
 """
 
+import dataclasses
+import functools
 import glob
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.tokenization import END_OF_DOCUMENT, Tokenizer
 
 HELD_OUT_PERCENT = 3.0
+DOMAINS = 16  # more files than that are documents of one text
 
 # Not the library itself: its tests, its bundled programs, and tables written by generators.
 _STDLIB_LEFT_OUT = {
@@ -34,11 +40,34 @@ class Document(NamedTuple):
     text: str
 
 
-class Corpus(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
     """Two streams of token ids [N]; each document in them is ended by token 0."""
 
     train: np.ndarray
     validation: np.ndarray
+    domains: Mapping[str, int]  # the tokens of each in `validation`, in its order; empty if it is one text
+
+    @functools.cached_property
+    def train_sha256(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.train)).hexdigest()
+
+    def evaluated(self, tokens: int) -> dict[str, np.ndarray]:
+        """What an evaluation of so many tokens reads, by domain: the first ones of each, in equal shares, or all of a
+        domain that has fewer. Without domains the only name is "". ValueError for a share of less than two tokens.
+        """
+        domains = self.domains or {"": len(self.validation)}
+        share = tokens // len(domains)
+        if share < 2:
+            raise ValueError(f"eval_tokens={tokens} is not allowed: at least 2 for each of {len(domains)} texts")
+        starts = np.cumsum([0, *domains.values()])
+        return {
+            name: self.validation[start : start + min(share, size)]
+            for (name, size), start in zip(domains.items(), starts, strict=False)
+        }
+
+
+_last: dict[Any, Corpus] = {}
 
 
 def load_corpus(data: str, tokenizer: Tokenizer, *, validation_data: str | None = None, seed: int = 0) -> Corpus:
@@ -51,25 +80,17 @@ def load_corpus(data: str, tokenizer: Tokenizer, *, validation_data: str | None 
         whose name hashes below HELD_OUT_PERCENT are held out (of a token file: the documents at its end).
       seed: order of the training documents.
 
+    The last corpus is kept, and returned again while its files are as they were: runs in one process read it once.
+
     Raises:
       ValueError: a glob that matches nothing, an empty side of the split, or a token id outside the vocabulary.
     """
-    if validation_data is not None:
-        train = _stream(data, "data", tokenizer, seed)
-        validation = _stream(validation_data, "validation_data", tokenizer, None)
-    elif _is_token_file(data):
-        train, validation = _split_tokens(_read_tokens(data, "data", tokenizer))
-    else:
-        documents = list(_documents(data, "data"))
-        train = _tokenize([d for d in documents if not held_out(d.name)], tokenizer, seed)
-        validation = _tokenize([d for d in documents if held_out(d.name)], tokenizer, None)
-    for side, tokens in (("training", train), ("validation", validation)):
-        if len(tokens) == 0:
-            raise ValueError(
-                f"data={data!r} leaves no {side} document: {HELD_OUT_PERCENT:g}% of the documents are held out, chosen "
-                "by a hash of their names; give more documents, or validation_data of its own"
-            )
-    return Corpus(train, validation)
+    sources = (data, validation_data, getattr(tokenizer, "path", None))
+    key = (*sources, seed, *map(_stamps, sources))
+    if key not in _last:
+        _last.clear()  # first, for memory
+        _last[key] = _load(data, tokenizer, validation_data, seed)
+    return _last[key]
 
 
 def held_out(name: str) -> bool:
@@ -92,11 +113,31 @@ def stdlib_documents() -> Iterator[Document]:
             yield Document(name, text)
 
 
+def _load(data: str, tokenizer: Tokenizer, validation_data: str | None, seed: int) -> Corpus:
+    domains = {}
+    if validation_data is not None:
+        train = _stream(data, "data", tokenizer, seed)
+        validation, domains = _validation(validation_data, tokenizer)
+    elif _is_token_file(data):
+        train, validation = _split_tokens(_read_tokens(data, "data", tokenizer))
+    else:
+        documents = list(_documents(data, "data"))
+        train = _tokenize([d for d in documents if not held_out(d.name)], tokenizer, seed)
+        validation = _tokenize([d for d in documents if held_out(d.name)], tokenizer, None)
+    for side, tokens in (("training", train), ("validation", validation)):
+        if len(tokens) == 0:
+            raise ValueError(
+                f"data={data!r} leaves no {side} document: {HELD_OUT_PERCENT:g}% of the documents are held out, chosen "
+                "by a hash of their names; give more documents, or validation_data of its own"
+            )
+    return Corpus(train, validation, domains)
+
+
 def _documents(source: str, argument: str) -> Iterator[Document]:
     if source == "stdlib":
         yield from stdlib_documents()
         return
-    paths = sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if os.path.isfile(path))
+    paths = _paths(source)
     if not paths:
         raise ValueError(
             f"{argument}={source!r} matches no file; allowed: 'stdlib', a glob of text files (quote it), "
@@ -108,6 +149,39 @@ def _documents(source: str, argument: str) -> Iterator[Document]:
         for index, text in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\0")):
             if text.strip():
                 yield Document(f"{name}:{index}", text)
+
+
+def _validation(source: str, tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str, int]]:
+    """The stream, and how many tokens of it each domain has, if they are several."""
+    paths = [] if _is_token_file(source) or source == "stdlib" else _paths(source)
+    if not 1 < len(paths) <= DOMAINS:
+        return _stream(source, "validation_data", tokenizer, None), {}
+    streams = [_tokenize(list(_documents(glob.escape(path), "validation_data")), tokenizer, None) for path in paths]
+    for path, stream in zip(paths, streams, strict=True):
+        if len(stream) == 0:
+            raise ValueError(f"validation_data={source!r}: {path} holds no text; each of its files is a domain")
+    return np.concatenate(streams), dict(zip(_names(paths), map(len, streams), strict=True))
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """What differs between the paths: "code" of val.code.txt beside val.docs.txt; else all behind the folder."""
+    parts = [re.split(r"[./]", path) for path in paths]
+    ahead = len(os.path.commonprefix(parts))
+    behind = len(os.path.commonprefix([own[ahead:][::-1] for own in parts]))
+    names = [".".join(own[ahead : len(own) - behind]) for own in parts]
+    if all(names) and len({*names}) == len(names):
+        return names
+    return [os.path.relpath(path, os.path.commonpath([os.path.dirname(p) for p in paths]) or ".") for path in paths]
+
+
+def _paths(source: str) -> list[str]:
+    return sorted(path for path in glob.glob(os.path.expanduser(source), recursive=True) if os.path.isfile(path))
+
+
+def _stamps(source: str | None) -> tuple[tuple[str, int, int, int], ...]:
+    """By which one sees that a file has changed."""
+    found = [(path, os.stat(path)) for path in (_paths(source) if source else [])]
+    return tuple((path, stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in found)
 
 
 def _tokenize(documents: list[Document], tokenizer: Tokenizer, seed: int | None) -> np.ndarray:

@@ -51,6 +51,9 @@ def report(result: TrainResult) -> None:
         print(f"\nsample\n------\n{result.sample}\n------")
     bits, trigram = result.validation_bits_per_byte, result.trigram_bits_per_byte
     print(f"\nvalidation bits per byte   model {bits:.4f}   byte trigram {trigram:.4f}   ({_compare(bits, trigram)})")
+    for name, found in (result.domains or {}).items():
+        bits, trigram = found["bits_per_byte"], found["trigram_bits_per_byte"]
+        print(f"{name:>26}   model {bits:.4f}   byte trigram {trigram:.4f}   ({_compare(bits, trigram)})")
     print(f"loss curve {result.workdir}/loss.png   checkpoint {result.workdir}/checkpoints/{result.step}")
 
 

@@ -43,7 +43,9 @@ class TrainConfig:
         "'corpus/train.*.txt', or one prepared .npy or .bin file of token ids. Token 0 ends a document.",
     )
     validation_data: str | None = _setting(
-        None, "Text to validate on, given like --data. Without it, about 3% of the documents of --data are held out."
+        None,
+        "Text to validate on, given like --data; up to 16 files of a glob are a domain each, such as code of "
+        "'corpus/val.*.txt', and measured one by one. Without it, about 3% of the documents of --data are held out.",
     )
     tokenizer: str = _setting("byte", "'byte' (256 tokens, no file needed) or the path of a tokenizers JSON file.")
     sequence_length: int = _setting(256, "Tokens per row. Rows are packed: one may hold several documents.")
@@ -77,7 +79,15 @@ class TrainConfig:
     )
 
     eval_every: int = _setting(200, "Steps between evaluations; one always ends the run. 0: only that one.", free=True)
-    eval_tokens: int = _setting(1 << 17, "How much of the validation text an evaluation reads, in tokens.", free=True)
+    eval_tokens: int = _setting(
+        1 << 17, "How much of the validation text an evaluation reads, in tokens. Domains have equal shares.", free=True
+    )
+    profile_every: int = _setting(
+        0,
+        "Steps between profiles of the depth (outputs, gradients and mixing weights, in profiles.jsonl); one then ends "
+        "the run. 0: none.",
+        free=True,
+    )
     checkpoint_every: int = _setting(200, "Steps between checkpoints; one always ends the run.", free=True)
     keep_checkpoints: int = _setting(2, "How many of the latest checkpoints stay on disk.", free=True)
     sample_tokens: int = _setting(400, "Length of the sample that ends the run; 0: none.", free=True)
@@ -88,7 +98,7 @@ class TrainConfig:
         _require(self, "sequence_length", self.sequence_length >= 2, "at least 2")
         for name in ("batch_size", "steps", "eval_tokens", "checkpoint_every", "keep_checkpoints"):
             _require(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("warmup", "eval_every", "sample_tokens", "seed"):
+        for name in ("warmup", "eval_every", "profile_every", "sample_tokens", "seed"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("weight_decay", "grad_clip", "temperature", "router_bias_rate"):
             _require(self, name, getattr(self, name) >= 0, "at least 0")
@@ -109,12 +119,17 @@ class TrainConfig:
             model = load_hf_config(self.init_from, **self.init_fields())
             fits = model.vocab_size >= vocab_size
             _require(self, "tokenizer", fits, f"one of at most {model.vocab_size} ids, as init_from has")
-            return model
+            return self._allowed(model)
         settings: dict[str, Any] = {"vocab_size": vocab_size}
         if self.dtype is not None:
             settings["dtype"] = self.dtype
         model = get_config(self.config, **{**settings, **self.overrides})
         _require(self, "overrides", model.vocab_size >= vocab_size, f"vocab_size at least the tokenizer's {vocab_size}")
+        return self._allowed(model)
+
+    def _allowed(self, model: ModelConfig) -> ModelConfig:
+        readable = not (self.profile_every and model.scan_layers)
+        _require(self, "profile_every", readable, "0 with scan_layers=True, whose sub-layers are not seen one by one")
         return model
 
     def init_fields(self) -> dict[str, Any]:

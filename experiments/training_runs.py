@@ -7,6 +7,7 @@ of a file are of one corpus, told by the hash of its tokens; another one is refu
 import dataclasses
 import functools
 import hashlib
+import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.loop import TrainingDiverged, train
-from experiments.metrics import read_metrics
+from experiments.metrics import PROFILES, read_metrics
 from experiments.run_directory import CHECKPOINTS
 from experiments.run_store import RunStore
 from experiments.stopping import StopRequest
@@ -52,17 +53,21 @@ def read_corpus(settings: TrainConfig) -> CorpusFacts:
     """What settings.data and validation_data hold. ValueError as of `load_corpus`."""
     tokenizer = get_tokenizer(settings.tokenizer)
     found = load_corpus(settings.data, tokenizer, validation_data=settings.validation_data, seed=0)
-    hashes = {name: hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for name, x in found._asdict().items()}
-    validation = found.validation[: settings.eval_tokens]
-    return CorpusFacts(hashes, len(found.train), len(tokenizer.to_bytes(validation)) / len(validation))
+    validation = hashlib.sha256(np.ascontiguousarray(found.validation))
+    if found.domains:  # the same stream in other domains is read in other parts
+        validation.update(json.dumps(found.domains).encode())
+    hashes = {"train": found.train_sha256, "validation": validation.hexdigest()}
+    read = found.evaluated(settings.eval_tokens).values()
+    text = sum(len(tokenizer.to_bytes(tokens)) for tokens in read)
+    return CorpusFacts(hashes, len(found.train), text / sum(map(len, read)))
 
 
 def training_fields(settings: TrainConfig, *, without: Sequence[str] = ()) -> dict[str, Any]:
     """The settings that decide numbers, less seed, paths and those named."""
     left_out = (*PLACES, "seed", *without)
-    return {name: value for name, value in settings.binding().items() if name not in left_out} | {
-        "eval_tokens": settings.eval_tokens
-    }
+    fields = {name: value for name, value in settings.binding().items() if name not in left_out}
+    measured = {"eval_tokens": settings.eval_tokens, "profile_every": settings.profile_every}
+    return fields | {name: value for name, value in measured.items() if value}
 
 
 def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest) -> bool:
@@ -71,7 +76,10 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
     Runs that another process is making are left to it, so that the same command can be started on several devices. A
     run that fails is written down with its reason, and the others go on; a later call tries it again. Results are
     {"ended": "steps", "bits_per_byte", "trigram_bits_per_byte", "tokens_per_second", "bytes_per_token",
-    "training_tokens"} or {"ended": "diverged", "why"}.
+    "training_tokens"} or {"ended": "diverged", "why"}; where the card's peak is known, with "mfu", model FLOPs
+    utilisation; where the validation text has domains, with
+    "domains": {name: {"bits_per_byte", "trigram_bits_per_byte"}}; with profile_every, with "profiles": those of
+    `depth_profile`, each with its "step".
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
@@ -117,12 +125,21 @@ def _train(settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: St
         return {"ended": "diverged", "why": str(error)}
     if not result.finished:
         return None
-    speeds = [record["tokens_per_second"] for record in read_metrics(directory) if "tokens_per_second" in record]
+    steps = [record for record in read_metrics(directory) if "tokens_per_second" in record]
+    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu")}
     return {
         "ended": "steps",
         "bits_per_byte": result.validation_bits_per_byte,
         "trigram_bits_per_byte": result.trigram_bits_per_byte,
-        "tokens_per_second": statistics.median(speeds),
+        **{name: statistics.median(found) for name, found in speeds.items() if found},
         "bytes_per_token": corpus.bytes_per_token,
         "training_tokens": corpus.training_tokens,
+        **({"domains": result.domains} if result.domains else {}),
+        **({"profiles": _profiles(directory)} if settings.profile_every else {}),
     }
+
+
+def _profiles(directory: Path) -> list[dict[str, Any]]:
+    """To five digits: the file of results is to be read by people too."""
+    text = json.dumps(list(read_metrics(directory, PROFILES)))
+    return json.loads(text, parse_float=lambda number: float(f"{float(number):.5g}"))

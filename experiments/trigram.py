@@ -45,15 +45,13 @@ class Trigram(NamedTuple):
         x = np.concatenate([np.zeros(2, np.uint8), np.asarray(stream, np.uint8)])
         return -np.log2(self.probabilities(x[:-2], x[1:-1], x[2:]))
 
+    def bits_per_byte(self, stream: np.ndarray) -> float:
+        """Their mean, leaving out the first byte of each document.
 
-def trigram_bits_per_byte(train: np.ndarray, validation: np.ndarray) -> float:
-    """Train on one byte stream and measure on another, leaving out the first byte of each document.
-
-    A network that starts each document afresh does not predict that byte either.
-    """
-    bits = Trigram.fit(train).bits(validation)
-    starts_document = np.concatenate([[True], np.asarray(validation[:-1]) == 0])
-    return float(bits[~starts_document].mean())
+        A network that starts each document afresh does not predict that byte either.
+        """
+        starts_document = np.concatenate([[True], np.asarray(stream[:-1]) == 0])
+        return float(self.bits(stream)[~starts_document].mean())
 
 
 def _discounts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

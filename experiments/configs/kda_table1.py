@@ -38,5 +38,6 @@ TABLE = Table(
             "residual": "standard", "scan_layers": True,
         },
         "sequence_length": 1024, "batch_size": 32, "steps": 2000, "warmup": 100, "eval_every": 0, "sample_tokens": 0,
+        "eval_tokens": 3 << 18,
     },
 )  # fmt: skip

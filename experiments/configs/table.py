@@ -8,6 +8,7 @@ from experiments.train_config import TrainConfig
 
 # Whatever decides the numbers of a run.
 SOURCES = (
+    "experiments/depth_profile.py",
     "experiments/evaluate.py",
     "experiments/input_pipeline.py",
     "experiments/loop.py",

@@ -42,12 +42,15 @@ def trained(monkeypatch):
         asked.append(settings)
         limits.append(limit_minutes)
         Path(settings.workdir, CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        Path(settings.workdir, "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 7.0}\n')
+        speeds = '{"step": 1, "tokens_per_second": 7000.0, "mfu": 0.125}\n'
+        Path(settings.workdir, "metrics.jsonl").write_text(speeds)
+        Path(settings.workdir, "profiles.jsonl").write_text('{"step": 1, "output_rms": [0.123456789]}\n')
         answer = answers.get(len(asked), 2.0 + 0.01 * settings.seed + 0.1 * (settings.overrides.get("conv_width") == 0))
         if isinstance(answer, Exception):
             raise answer
         return SimpleNamespace(
-            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6
+            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6,
+            domains=answer and dict.fromkeys(("code", "docs"), {"bits_per_byte": answer, "trigram_bits_per_byte": 2.6}),
         )  # fmt: skip
 
     monkeypatch.setattr(training_runs, "train", train)
@@ -126,6 +129,27 @@ def test_another_corpus_is_refused_and_a_moved_one_is_not(corpus, store, trained
         Ablation(TABLE, ROWS, 1, {**fields, "steps": 0})
 
 
+def test_the_same_text_in_other_domains_is_another_corpus(corpus, store, trained, tmp_path):
+    fields = {**corpus, "dtype": "float32"}
+    (tmp_path / "val.txt").write_bytes(b"two\0three")
+    assert run_table(Ablation(TABLE, ROWS[:1], 1, fields), store, StopRequest())
+    for name, text in (("a", b"two"), ("b", b"three")):
+        (tmp_path / f"part.{name}.txt").write_bytes(text)
+    fields["validation_data"] = str(tmp_path / "part.*.txt")
+    with pytest.raises(ValueError, match="validation corpus: its tokens have the sha256"):
+        run_table(Ablation(TABLE, ROWS[:1], 1, fields), store, StopRequest())
+
+
+def test_profiles_are_part_of_a_result_where_they_are_asked_for(corpus, store, trained):
+    fields = {**corpus, "dtype": "float32"}
+    assert run_table(Ablation(TABLES["attn_res_dynamics"], ("Full",), 1, fields), store, StopRequest())
+    (entry,) = store.entries()
+    assert entry.result["profiles"] == [{"step": 1, "output_rms": [0.12346]}]
+    assert entry.config["training"]["profile_every"] == 200
+    plain = Ablation(TABLE, ROWS, 1, fields).run("3:1", 0)
+    assert "profile_every" not in plain.what["training"] and plain.what["training"]["eval_tokens"] == 3 << 18
+
+
 def test_the_report_compares_with_the_baseline(corpus, store, trained):
     trained.answers.update({6: TrainingDiverged("the loss is nan"), 7: MemoryError("no room")})
     ablation = Ablation(TABLE, (*ROWS, "1:1"), 3, {**corpus, "dtype": "float32"})
@@ -137,6 +161,8 @@ def test_the_report_compares_with_the_baseline(corpus, store, trained):
     assert "| 3:1 | 2.0050 ± 0.0071 (2), 1 failed |  | 5.65 |  |  |  |" in text
     assert "| no convolution | 2.1100 ± 0.0100 (3) | +0.1000 ± 0.0000 | 5.7 | +0.050 | worse: as in the paper |" in text
     assert "| 1:1 | 2.0100 ± 0.0141 (2), 1 diverged | +0.0000 | 5.66 | +0.010 | the same: not as in the paper |" in text
+    assert "(model FLOPs utilisation): 3:1 7,000 (12.5%); 1:1 7,000 (12.5%); no convolution 7,000 (12.5%)." in text
+    assert "| 3:1 | 2.0050 | 2.0050 |" in text and "| byte trigram | 2.6000 | 2.6000 |" in text
     assert "- 3:1 2: MemoryError: no room" in text and "| 7:1 | not run |  | 5.7 | +0.050 |  |  |" in text
     assert run_table(ablation, store, StopRequest())  # what failed is tried again; what diverged is not
     assert len(trained.asked) == 10

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from experiments import depth
-from experiments.depth import depth_profile
+from experiments.depth_profile import _outliers, as_matrix, depth_profile
 from kimi_jax.configs import get_config
 from kimi_jax.model import KimiLM, lm_loss
 from kimi_jax.quantize import round_weights
@@ -85,7 +85,7 @@ def test_remat_changes_nothing():
 def test_outliers_are_those_of_the_numbers():
     x = np.random.default_rng(0).normal(1.0, 2.0, (4, 3000))
     x[1, 5] = -60.0
-    found = depth._outliers(jnp.asarray(x, jnp.float32))
+    found = _outliers(jnp.asarray(x, jnp.float32))
     assert found["largest"] == 60.0
     assert found["kurtosis"] == pytest.approx(((x - x.mean()) ** 4).mean() / x.var() ** 2, rel=1e-4)
 
@@ -112,7 +112,7 @@ def test_a_figure_of_runs_with_and_without_weights(tmp_path):
     profiles = {r: depth_profile(tiny(residual=r), TOKENS) for r in ("standard", "full_attn_res")}
     depth.draw(profiles, tmp_path / "folder" / "depth.png")
     assert (tmp_path / "folder" / "depth.png").stat().st_size > 10_000
-    matrix = depth._as_matrix(profiles["full_attn_res"]["weights"])
+    matrix = as_matrix(profiles["full_attn_res"]["weights"])
     assert matrix.shape == (5, 5) and np.isnan(matrix[0]).all() and not np.isnan(matrix[-1]).any()
     json.dumps(profiles)
 

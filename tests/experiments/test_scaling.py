@@ -10,7 +10,7 @@ from absl import flags
 
 from experiments import report_scaling, scaling_study, training_runs
 from experiments.configs import SOURCES
-from experiments.flops import depth_sources, training_flops
+from experiments.flops import depth_sources, tokens_at_peak, training_flops
 from experiments.loop import TrainingDiverged
 from experiments.report import report
 from experiments.run_store import RunStore
@@ -56,7 +56,7 @@ def trained(monkeypatch):
         Path(settings.workdir).mkdir(parents=True, exist_ok=True)
         Path(settings.workdir, "metrics.jsonl").write_text('{"step": 1, "tokens_per_second": 1e6}\n')
         return SimpleNamespace(
-            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6
+            finished=answer is not None, validation_bits_per_byte=answer, trigram_bits_per_byte=2.6, domains=None
         )  # fmt: skip
 
     monkeypatch.setattr(training_runs, "train", train)
@@ -91,9 +91,15 @@ def test_models_of_a_size_differ_in_nothing_else():
         assert differing <= {"mla_every", "residual", "block_size"}
         assert model_of(run.what) == dataclasses.replace(s.model_config(vocab_size=256), dtype="float32")
     assert 120 < max(guessed_seconds(run.what) for run in runs) < 300  # on an H200
-    assert runs[0].what["training"]["eval_tokens"] > 7e6  # the whole validation text of data.build
+    assert runs[0].what["training"]["eval_tokens"] > 3 * 3.1e6  # all of each domain of data.build
     twice = Study(tokens_per_parameter=20, learning_rate=1e-2).run("mla", "7M", 0)
     assert twice.settings.learning_rate == 1e-2 and tokens_of(twice.what) > 19.9 * SIZES["7M"].parameters()
+
+
+def test_the_share_of_a_peak_is_known_where_both_numbers_are():
+    plain, mhc = (get_config("tiny", residual=r) for r in ("standard", "mhc"))
+    assert tokens_at_peak(plain, 100, "NVIDIA H200") == pytest.approx(989e12 / training_flops(plain, 100))
+    assert tokens_at_peak(plain, 100, "cpu") is None and tokens_at_peak(mhc, 100, "NVIDIA H200") is None
 
 
 def test_operations_are_those_of_the_papers_formulas():

@@ -1,5 +1,6 @@
 """Documents, their split, tokens and rows."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,60 @@ def test_nul_separates_documents_in_a_file(tmp_path):
     corpus = load_corpus(str(tmp_path / "train.txt"), BYTES, validation_data=str(tmp_path / "val.txt"))
     assert documents_of(corpus.train) == {b"one", b"two", b"three"}
     assert bytes(corpus.validation) == b"four\0"
+
+
+class Named(NamedTuple):
+    files: list[str]
+    domains: list[str]
+
+
+NAMED = [
+    Named(["val.code.txt", "val.docs.txt", "val.dots.txt"], ["code", "docs", "dots"]),
+    Named(["a/val.txt", "b/val.txt"], ["a", "b"]),
+    Named(["val.code.txt", "val.txt"], ["val.code.txt", "val.txt"]),  # what differs in the second is nothing
+    Named(["val.txt"], []),
+    Named([f"{i:02}.txt" for i in range(17)], []),
+]
+
+
+@pytest.mark.parametrize("case", NAMED, ids=lambda case: case.files[-1])
+def test_files_to_validate_on_are_domains(tmp_path, case):
+    for file in case.files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(f"text of {file}")
+    (tmp_path / "train.bin").write_bytes(b"abc\0")
+    corpus = load_corpus(f"{tmp_path}/train.bin", BYTES, validation_data=f"{tmp_path}/**/*.txt")
+    assert list(corpus.domains) == case.domains
+    assert bytes(corpus.validation).decode() == "".join(f"text of {file}\0" for file in case.files)
+
+
+def test_domains_are_read_in_equal_shares(tmp_path):
+    for name, text in (("code", "abcdefgh"), ("docs", "ij"), ("general", "klmnopqr")):
+        (tmp_path / f"val.{name}.txt").write_text(text)
+    train = str(tmp_path / "train.bin")
+    Path(train).write_bytes(b"abc\0")
+    corpus = load_corpus(train, BYTES, validation_data=str(tmp_path / "val.*.txt"))
+    read = {name: bytes(tokens) for name, tokens in corpus.evaluated(14).items()}
+    assert read == {"code": b"abcd", "docs": b"ij\0", "general": b"klmn"}
+    assert sum(map(len, corpus.evaluated(1 << 24).values())) == len(corpus.validation)
+    with pytest.raises(ValueError, match="eval_tokens=5 is not allowed: at least 2 for each of 3 texts"):
+        corpus.evaluated(5)
+    (tmp_path / "val.none.txt").write_text(" ")
+    with pytest.raises(ValueError, match="val.none.txt holds no text; each of its files is a domain"):
+        load_corpus(train, BYTES, validation_data=str(tmp_path / "val.*.txt"))
+    alone = load_corpus(train, BYTES, validation_data=str(tmp_path / "val.code.txt"))
+    assert [bytes(tokens) for tokens in alone.evaluated(4).values()] == [b"abcd"]
+
+
+def test_a_corpus_is_read_again_when_its_files_or_the_seed_change(tmp_path):
+    pattern = write_files(tmp_path, 60)
+    corpus = load_corpus(pattern, BYTES)
+    assert load_corpus(pattern, BYTES) is corpus
+    assert load_corpus(pattern, BYTES, seed=1) is not corpus
+    again = load_corpus(pattern, BYTES)
+    (tmp_path / "000.txt").write_text("something else")
+    changed = load_corpus(pattern, BYTES)
+    assert b"something else" in documents_of(changed.train) and changed.train_sha256 != again.train_sha256
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +16,20 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import experiments.generate
+from experiments.data.bpe import train_bpe
+from experiments.depth_profile import ROWS, depth_profile
+from experiments.evaluate import make_evaluate
+from experiments.flops import PEAKS, training_flops
 from experiments.generate import load_run, sample_text, stream_text
+from experiments.input_pipeline import validation_batches
 from experiments.loop import TrainingDiverged, train
-from experiments.metrics import MetricsWriter, read_metrics
+from experiments.metrics import PROFILES, MetricsWriter, read_metrics
 from experiments.run_directory import open_run
-from experiments.train import config_from_flags, define_flags
+from experiments.text import load_corpus
+from experiments.tokenization import get_tokenizer
+from experiments.train import config_from_flags, define_flags, report
 from experiments.train_config import TrainConfig, parse_overrides
+from experiments.trigram import Trigram
 from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers import RouterBias
@@ -29,6 +38,8 @@ SMALL = dict(
     hidden_size=8, num_layers=2, mla_every=2, kda_num_heads=2, kda_head_dim=4, mla_num_heads=2, kv_lora_rank=8,
     qk_nope_dim=4, qk_rope_dim=0, v_dim=4, ffn_width=8, chunk_size=16,
 )  # fmt: skip
+
+QUICK = {**SMALL, "num_layers": 1, "mla_every": 1, "residual": "standard"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,10 +94,72 @@ def test_a_run_leaves_everything_behind(finished):
     records = list(read_metrics(result.workdir))
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 13))
     assert [r["step"] for r in records if "validation_bits_per_byte" in r] == [6, 12]
+    assert not any("mfu" in r for r in records)  # nobody knows the peak of this processor
     assert losses(result.workdir)[-1] < losses(result.workdir)[0]
     assert (result.workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((result.workdir / "tensorboard").glob("events.*"))
     assert sorted(p.name for p in (result.workdir / "checkpoints").iterdir()) == ["12", "8"]
+
+
+def test_each_domain_of_the_validation_text_is_measured(tmp_path, capsys, monkeypatch):
+    """By a tokenizer that has more bytes to a token in one of them; on a device whose peak is known."""
+    monkeypatch.setitem(PEAKS, "cpu", 1e6)
+    for name, content in (("code", "gamma delta\n" * 60), ("docs", "zyx")):
+        (tmp_path / f"train.{name}.txt").write_text(f"gamma delta\n {content}" * 9 + "\0")
+        (tmp_path / f"val.{name}.txt").write_text(content + "\0")
+    train_bpe(tmp_path, 265).save(str(tmp_path / "bpe.json"))
+    config = small_config(
+        f"{tmp_path}/train.*.txt", tmp_path / "run", validation_data=f"{tmp_path}/val.*.txt", eval_tokens=90, steps=3,
+        tokenizer=str(tmp_path / "bpe.json"), sample_tokens=0, overrides=QUICK,
+    )  # fmt: skip
+    result = train(config)
+    assert list(result.domains) == ["code", "docs"] and train(config) == result
+    tokenizer = get_tokenizer(config.tokenizer)
+    corpus = load_corpus(config.data, tokenizer, validation_data=config.validation_data)
+    graphdef, state = nnx.split(load_model(tmp_path / "run" / "checkpoints"))
+    evaluate, trigram = make_evaluate(graphdef, lambda batch: batch), Trigram.fit(tokenizer.to_bytes(corpus.train))
+    sums = {"bits_per_byte": 0.0, "trigram_bits_per_byte": 0.0}
+    sizes = {}
+    for name, tokens in corpus.evaluated(90).items():
+        text, found = tokenizer.to_bytes(tokens), result.domains[name]
+        sizes[name] = len(text)
+        batches = validation_batches(tokens, sequence_length=16, batch_size=4)
+        assert found["bits_per_byte"] == pytest.approx(evaluate(state, batches, len(text) / len(tokens)), rel=1e-4)
+        assert found["trigram_bits_per_byte"] == trigram.bits_per_byte(text)
+        sums = {key: total + len(text) * found[key] for key, total in sums.items()}
+    assert sizes["code"] > 100 and sizes["docs"] == 4
+    whole = result.validation_bits_per_byte, result.trigram_bits_per_byte
+    assert whole == pytest.approx([total / sum(sizes.values()) for total in sums.values()])
+    last = [r for r in read_metrics(tmp_path / "run") if "validation_bits_per_byte/code" in r][-1]
+    assert last["validation_bits_per_byte/docs"] == result.domains["docs"]["bits_per_byte"]
+    flops = training_flops(config.model_config(vocab_size=265), 16)
+    speeds = [(r["tokens_per_second"], r["mfu"]) for r in read_metrics(tmp_path / "run") if "loss" in r]
+    assert all(share == pytest.approx(speed * flops / 1e6, rel=1e-3) for speed, share in speeds) and len(speeds) == 3
+    report(result)
+    assert re.search(r"\n +docs   model [\d.]+   byte trigram [\d.]+   \(", capsys.readouterr().out)
+
+
+def test_profiles_are_of_the_steps_asked_for_and_are_written_once(text, tmp_path):
+    fields = dict(overrides={**QUICK, "residual": "full_attn_res"}, steps=5, checkpoint_every=2, sample_tokens=0)
+    config = small_config(text, tmp_path, profile_every=2, eval_every=0, **fields)
+    train(config)
+    before = list(read_metrics(tmp_path, PROFILES))
+    assert [profile["step"] for profile in before] == [2, 4, 5]
+    model = load_model(tmp_path / "checkpoints")
+    corpus = load_corpus(text, get_tokenizer("byte"))
+    rows = next(validation_batches(corpus.validation, sequence_length=16, batch_size=ROWS))
+    expected = depth_profile(model, *rows)
+    assert before[-1].keys() == expected.keys() | {"step"}
+    for name in ("loss", "output_rms", "gradient_rms"):
+        assert before[-1][name] == pytest.approx(expected[name], rel=1e-5), name
+    assert before[0]["output_rms"] != before[-1]["output_rms"]
+    # Killed behind the last profile, before the last checkpoint.
+    (tmp_path / "result.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoints" / "5")
+    train(config)
+    assert list(read_metrics(tmp_path, PROFILES)) == before
+    with pytest.raises(ValueError, match="profile_every=2 is not allowed: 0 with scan_layers=True"):
+        dataclasses.replace(config, overrides={**QUICK, "scan_layers": True})
 
 
 def test_a_finished_run_can_be_loaded_and_sampled(finished):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments.trigram import Trigram, trigram_bits_per_byte
+from experiments.trigram import Trigram
 
 TEXT = np.frombuffer(b"the cat sat on the mat; the rat ate the hat\0" * 40 + b"one other document\0", np.uint8)
 
@@ -30,7 +30,7 @@ def test_beats_plain_discounting_on_real_text():
 
     corpus = load_corpus("stdlib", ByteTokenizer())
     validation = corpus.validation[:100_000]
-    smoothed = trigram_bits_per_byte(corpus.train, validation)
+    smoothed = Trigram.fit(corpus.train).bits_per_byte(validation)
     assert smoothed < plain_absolute_discounting(corpus.train, validation)
     assert 1.8 < smoothed < 3.2
 
