@@ -43,6 +43,7 @@ class ModelConfig:
     kda_value_head_dim: int | None = None  # V; None: K
     conv_width: int = 4  # taps of the short convolution; 0: none (an ablation of KDA Table 1)
     lower_bound: float | None = None  # of the log decay per token; None: the unbounded softplus gate, another model
+    kda_gate: str = "channel"  # a log decay per channel of k; "head": one per value head, which is Gated DeltaNet
     gate_rank: int | None = None  # of the low-rank output gate; None: V
     full_rank_gate: bool = False  # output gate by one D x HV*V matrix, as K3; else low-rank, as Kimi Linear
     output_gate: str | None = "sigmoid"  # "sigmoid", "swish" or None: the ablations of KDA Table 1
@@ -122,6 +123,7 @@ class ModelConfig:
         for field in ("norm_eps", "mla_inner_norm_eps", "situ_beta", "situ_linear_beta"):
             self._require(field, getattr(self, field) > 0, "above 0")
         for field, allowed in {
+            "kda_gate": ("channel", "head"),
             "output_gate": ("sigmoid", "swish", None),
             "activation": ("swiglu", "situ"),
             "router_weights": ("unbiased", "biased"),

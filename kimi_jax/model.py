@@ -264,6 +264,7 @@ def _attention(config: ModelConfig, kind: str, dtypes: dict) -> KDALayer | MLA:
         head_v=config.value_head_dim,
         conv_width=config.conv_width,
         lower_bound=config.lower_bound,
+        gate=config.kda_gate,
         gate_rank=config.gate_rank,
         full_rank_gate=config.full_rank_gate,
         output_gate=config.output_gate,

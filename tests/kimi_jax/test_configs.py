@@ -53,6 +53,7 @@ BAD_FIELDS = [
     Bad("zero_block", dict(block_size=0), r"block_size=0 .*1 or an even"),
     Bad("heads", dict(kda_num_heads=4, kda_num_value_heads=6), r"kda_num_value_heads=6 .*multiple of kda_num_heads=4"),
     Bad("bound", dict(lower_bound=0.5), r"lower_bound=0.5 .*None .*below 0"),
+    Bad("kda_gate", dict(kda_gate="scalar"), r"kda_gate='scalar' .*channel.*head"),
     Bad("residual", dict(residual="hyper"), r"residual='hyper' .*standard.*full_attn_res.*block_attn_res"),
     Bad("activation", dict(activation="gelu"), r"activation='gelu' .*swiglu.*situ"),
     Bad("dtype", dict(dtype="float16"), r"dtype='float16' .*float32.*bfloat16.*float64"),
