@@ -50,12 +50,13 @@ class ModelConfig:
     chunk_size: int = 64  # tokens per chunk of the chunkwise algorithm: speed and rounding only
     kernel_backend: str = "auto"  # of pallas_kernels: "auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu"
 
-    # MLA. The "rope" part is a key shared by all heads and is never rotated (NoPE).
+    # MLA. The "rope" part is a key shared by all heads; the released models do not rotate it (NoPE).
     mla_num_heads: int = 4
     q_lora_rank: int | None = None  # None: one full q projection
     kv_lora_rank: int = 64
     qk_nope_dim: int = 32
     qk_rope_dim: int = 16
+    mla_rope_theta: float | None = None  # base of rotary positions, counted within a document; None: NoPE
     v_dim: int = 32
     mla_output_gate: bool = False  # y * sigmoid(W_g x) before the output projection, as K3
     mla_inner_norm_eps: float = 1e-6  # 1e-6 as Hugging Face; vLLM and mlx-lm's Kimi Linear take norm_eps (1e-5)
@@ -144,6 +145,10 @@ class ModelConfig:
         padded = stored is not None and len(stored) == 1 and stored[0] >= HV
         stored_ok = stored is None or stored == (1, 1, HV, 1) or padded
         self._require("hf_A_log_shape", stored_ok, f"None, (1, 1, {HV}, 1) or (N,) with N >= {HV} value heads")
+        theta = self.mla_rope_theta
+        self._require("mla_rope_theta", theta is None or theta > 0, "None (NoPE) or above 0")
+        rope_ok = theta is None or (self.qk_rope_dim >= 2 and self.qk_rope_dim % 2 == 0)
+        self._require("qk_rope_dim", rope_ok, f"even and at least 2, to be rotated with mla_rope_theta={theta}")
         self._require("lower_bound", self.lower_bound is None or self.lower_bound < 0, "None (unbounded) or below 0")
         block_ok = self.block_size == 1 or (self.block_size >= 2 and self.block_size % 2 == 0)
         self._require("block_size", block_ok, "1 or an even number of sub-layers")

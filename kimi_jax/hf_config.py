@@ -160,7 +160,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str, mxfp4: bool = False) -> dic
 
 def check_parameters(config: ModelConfig) -> None:
     """ValueError, naming the fields, if a model has other parameters than the published ones: at its depth mixes the
-    query and key norm, in KDA a decay per channel."""
+    query and key norm, in KDA a decay per channel, in MLA queries and keys that were trained without positions."""
     mixes = config.residual in ("standard", "full_attn_res", "block_attn_res")
     other = {"residual": not mixes, **_other_parameters(config)}
     if named := [f"{field}={getattr(config, field)!r}" for field, is_other in other.items() if is_other]:
@@ -170,6 +170,7 @@ def check_parameters(config: ModelConfig) -> None:
 def _other_parameters(config: ModelConfig) -> dict[str, bool]:
     return {
         "kda_gate": config.kda_gate != "channel",
+        "mla_rope_theta": config.mla_rope_theta is not None,
         "depth_weights": config.depth_weights != "softmax",
         "depth_key_norm": not config.depth_key_norm,
         "depth_query": config.depth_query != "parameter",

@@ -254,6 +254,7 @@ def _attention(config: ModelConfig, kind: str, dtypes: dict) -> KDALayer | MLA:
             v_dim=config.v_dim,
             inner_norm_eps=config.mla_inner_norm_eps,
             output_gate=config.mla_output_gate,
+            rope_theta=config.mla_rope_theta,
             **dtypes,
         )
     return KDALayer(
