@@ -39,7 +39,7 @@ class Table:
 
     name: str
     source: str  # of the paper's numbers
-    measure: str  # what those are, or would be; lower is better where there are any
+    measure: str  # of the paper's; lower is better, if any are given here
     rows: Mapping[str, Mapping[str, Any]]  # fields of ModelConfig by the row's label
     baseline: str  # the row that the others are compared with
     paper: Mapping[str, float]  # of rows, the baseline's among them; none where the paper's do not compare
