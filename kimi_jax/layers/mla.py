@@ -147,7 +147,7 @@ class MLA(nnx.Module):
         slots = cache.latent.shape[1] if isinstance(cache, MLACache) and cache.latent.ndim > 1 else 1
         check_cache(cache, jax.eval_shape(lambda: self._empty(batch, slots)))
 
-    def _queries(self, x_BTD, position_BT):
+    def _queries(self, x_BTD, position_BT=None):
         if self.q_lora_rank is None:
             q = project(x_BTD, self.q, ("batch", None, "heads"))
         else:
@@ -155,7 +155,7 @@ class MLA(nnx.Module):
             q = project(low, self.q_b, ("batch", None, "heads"))
         return self._rotated(q.reshape(*q.shape[:2], self.num_heads, self.qk_nope_dim + self.qk_rope_dim), position_BT)
 
-    def _latents(self, x_BTD, position_BT):
+    def _latents(self, x_BTD, position_BT=None):
         both = self._rotated(project(x_BTD, self.kv_a, ("batch", None, None)), position_BT)
         return self.kv_norm(both[..., : self.kv_lora_rank]), both[..., self.kv_lora_rank :]
 
