@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_enum("table", None, [*TABLES], "Which table.", required=True)
-    flags.DEFINE_list("rows", None, "Rows of it (default: all).")
+    flags.DEFINE_list("rows", None, "Rows of it (default: all); one with a comma stands in double quotes.")
     flags.DEFINE_integer("seeds", 3, "Runs of each row.")
     flags.DEFINE_string("data", None, "Training text, as of experiments.train.")
     flags.DEFINE_string("validation_data", None, "Validation text, as of experiments.train.")

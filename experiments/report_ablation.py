@@ -24,15 +24,18 @@ VARYING = ("row", "seed", "model")
 
 
 def section(table: Table, path: Path) -> list[str]:
-    """Lines of Markdown: ours in bits per byte beside the paper's own measure."""
+    """Lines of Markdown: ours in bits per byte, beside the paper's own measure where the table has it."""
     store = RunStore(path, sources=SOURCES)
     lines = [f"## {table.source}", ""]
+    paper = f"The paper gives its {table.measure}, of a far larger model."
+    if not table.paper:
+        paper = f"The paper's {table.measure} does not compare: `experiments/configs/{table.name}.py` says why."
     for entries in store.comparable(VARYING):
         present = entries[0].sources == store.sources
         settings = {**entries[0].config["training"], "corpus": entries[0].config["corpus"]["train"][:12]}
         lines += [
             "Validation bits per byte, mean ± standard deviation over seeds (their number), and the difference from "
-            f'"{table.baseline}"; lower is better. The paper gives its {table.measure}, of a far larger model.',
+            f'"{table.baseline}"; lower is better. {paper}',
             "",
             *provenance(entries, settings, present),
             *_table(table, entries, present),
@@ -63,7 +66,8 @@ def _table(table: Table, entries: Iterable[Entry], present: bool) -> list[str]:
         measured = ", ".join(said) or "not run"
         rows.append([row + ("" if present else EARLIER), measured, cells[0], _number(paper), *cells[1:]])
     head = ["", "bits per byte", "difference", "paper", "difference", "direction", "how sure (paired over seeds)"]
-    return markdown_table(head, rows)
+    kept = range(len(head)) if table.paper else (0, 1, 2, 5, 6)
+    return markdown_table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def _domains(table: Table, entries: Iterable[Entry]) -> list[str]:

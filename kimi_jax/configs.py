@@ -43,18 +43,20 @@ class ModelConfig:
     kda_value_head_dim: int | None = None  # V; None: K
     conv_width: int = 4  # taps of the short convolution; 0: none (an ablation of KDA Table 1)
     lower_bound: float | None = None  # of the log decay per token; None: the unbounded softplus gate, another model
+    kda_gate: str = "channel"  # a log decay per channel of k; "head": one per value head, which is Gated DeltaNet
     gate_rank: int | None = None  # of the low-rank output gate; None: V
     full_rank_gate: bool = False  # output gate by one D x HV*V matrix, as K3; else low-rank, as Kimi Linear
     output_gate: str | None = "sigmoid"  # "sigmoid", "swish" or None: the ablations of KDA Table 1
     chunk_size: int = 64  # tokens per chunk of the chunkwise algorithm: speed and rounding only
     kernel_backend: str = "auto"  # of pallas_kernels: "auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu"
 
-    # MLA. The "rope" part is a key shared by all heads and is never rotated (NoPE).
+    # MLA. The "rope" part is a key shared by all heads; the released models do not rotate it (NoPE).
     mla_num_heads: int = 4
     q_lora_rank: int | None = None  # None: one full q projection
     kv_lora_rank: int = 64
     qk_nope_dim: int = 32
     qk_rope_dim: int = 16
+    mla_rope_theta: float | None = None  # base of rotary positions, counted within a document; None: NoPE
     v_dim: int = 32
     mla_output_gate: bool = False  # y * sigmoid(W_g x) before the output projection, as K3
     mla_softmax1: bool = False  # exp(s_i) / (1 + sum_j exp(s_j)): a token may read nothing; against outliers
@@ -124,6 +126,7 @@ class ModelConfig:
         for field in ("norm_eps", "mla_inner_norm_eps", "situ_beta", "situ_linear_beta"):
             self._require(field, getattr(self, field) > 0, "above 0")
         for field, allowed in {
+            "kda_gate": ("channel", "head"),
             "output_gate": ("sigmoid", "swish", None),
             "activation": ("swiglu", "situ"),
             "router_weights": ("unbiased", "biased"),
@@ -144,6 +147,10 @@ class ModelConfig:
         padded = stored is not None and len(stored) == 1 and stored[0] >= HV
         stored_ok = stored is None or stored == (1, 1, HV, 1) or padded
         self._require("hf_A_log_shape", stored_ok, f"None, (1, 1, {HV}, 1) or (N,) with N >= {HV} value heads")
+        theta = self.mla_rope_theta
+        self._require("mla_rope_theta", theta is None or theta > 0, "None (NoPE) or above 0")
+        rope_ok = theta is None or (self.qk_rope_dim >= 2 and self.qk_rope_dim % 2 == 0)
+        self._require("qk_rope_dim", rope_ok, f"even and at least 2, to be rotated with mla_rope_theta={theta}")
         self._require("lower_bound", self.lower_bound is None or self.lower_bound < 0, "None (unbounded) or below 0")
         block_ok = self.block_size == 1 or (self.block_size >= 2 and self.block_size % 2 == 0)
         self._require("block_size", block_ok, "1 or an even number of sub-layers")

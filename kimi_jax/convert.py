@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from . import mxfp4 as mxfp4_codec
 from .configs import DTYPES, HF_ROOTS, ModelConfig
-from .hf_config import check_sites, config_from_hf, config_to_hf
+from .hf_config import check_parameters, config_from_hf, config_to_hf
 from .hf_files import CONFIG, INDEX, SINGLE, HFFiles, listed
 from .hf_tensors import FLOAT32_SUFFIXES, Index, Tensor, layer_of, official_tensors
 from .model import KimiLM
@@ -145,7 +145,7 @@ def _config(files: HFFiles, dtype: str | None, fields: dict[str, Any]) -> ModelC
         found |= {"dtype": dtype, "param_dtype": dtype}
     try:
         config = config_from_hf(files.config, found | fields)
-        check_sites(config)
+        check_parameters(config)
     except ValueError as error:
         raise ValueError(f"{files.folder}: {error}") from None
     found["first_mix"] = f"{root}layers.0.self_attention_res_proj.weight" in files.stored

@@ -104,7 +104,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str, mxfp4: bool = False) -> dic
         "conv_width": config.conv_width < 1,
         "mla_softmax1": config.mla_softmax1,
         "residual": config.residual not in ("standard", "block_attn_res"),
-        **_other_sites(config),
+        **_other_parameters(config),
         "depth_heads": config.depth_heads != 1,
         "depth_window": config.depth_window is not None,
         "block_size": config.residual == "block_attn_res" and config.block_size % 2 == 1,
@@ -159,15 +159,19 @@ def config_to_hf(config: ModelConfig, *, dtype: str, mxfp4: bool = False) -> dic
     return raw
 
 
-def check_sites(config: ModelConfig) -> None:
-    """ValueError, naming the fields, if depth mixes have other parameters than the published query and key norm."""
-    other = {"residual": config.residual not in ("standard", "full_attn_res", "block_attn_res"), **_other_sites(config)}
+def check_parameters(config: ModelConfig) -> None:
+    """ValueError, naming the fields, if a model has other parameters than the published ones: at its depth mixes the
+    query and key norm, in KDA a decay per channel, in MLA queries and keys that were trained without positions."""
+    mixes = config.residual in ("standard", "full_attn_res", "block_attn_res")
+    other = {"residual": not mixes, **_other_parameters(config)}
     if named := [f"{field}={getattr(config, field)!r}" for field, is_other in other.items() if is_other]:
         raise ValueError(f"the published format has no parameters for {', '.join(named)}")
 
 
-def _other_sites(config: ModelConfig) -> dict[str, bool]:
+def _other_parameters(config: ModelConfig) -> dict[str, bool]:
     return {
+        "kda_gate": config.kda_gate != "channel",
+        "mla_rope_theta": config.mla_rope_theta is not None,
         "depth_weights": config.depth_weights != "softmax",
         "depth_key_norm": not config.depth_key_norm,
         "depth_query": config.depth_query != "parameter",

@@ -255,6 +255,7 @@ def _attention(config: ModelConfig, kind: str, dtypes: dict) -> KDALayer | MLA:
             inner_norm_eps=config.mla_inner_norm_eps,
             output_gate=config.mla_output_gate,
             softmax1=config.mla_softmax1,
+            rope_theta=config.mla_rope_theta,
             **dtypes,
         )
     return KDALayer(
@@ -265,6 +266,7 @@ def _attention(config: ModelConfig, kind: str, dtypes: dict) -> KDALayer | MLA:
         head_v=config.value_head_dim,
         conv_width=config.conv_width,
         lower_bound=config.lower_bound,
+        gate=config.kda_gate,
         gate_rank=config.gate_rank,
         full_rank_gate=config.full_rank_gate,
         output_gate=config.output_gate,

@@ -34,15 +34,16 @@ SOURCES = (
 class Table:
     """Models that differ in one thing each, all trained alike.
 
-    Raises ValueError for rows that the models do not have, a baseline that is no row, numbers of unknown rows.
+    Raises ValueError for rows that the models do not have, a baseline that is no row, numbers of unknown rows or
+    without the baseline's.
     """
 
     name: str
     source: str  # of the paper's numbers
-    measure: str  # what those are; lower is better
+    measure: str  # of the paper's; lower is better, if any are given here
     rows: Mapping[str, Mapping[str, Any]]  # fields of ModelConfig by the row's label
     baseline: str  # the row that the others are compared with
-    paper: Mapping[str, float]
+    paper: Mapping[str, float]  # of rows, the baseline's among them; none where the paper's do not compare
     training: Mapping[str, Any]  # fields of TrainConfig; its "overrides" are of every row
 
     def __post_init__(self):
@@ -50,6 +51,8 @@ class Table:
             raise ValueError(f"baseline={self.baseline!r} is no row of {self.name}; rows: {', '.join(self.rows)}")
         if unknown := self.paper.keys() - self.rows.keys():
             raise ValueError(f"paper: {sorted(unknown)} are no rows of {self.name}; rows: {', '.join(self.rows)}")
+        if self.paper and self.baseline not in self.paper:
+            raise ValueError(f"paper: lacks baseline={self.baseline!r}, which the other rows are compared with")
         for row in self.rows:
             self.train_config(row, 0)
 

@@ -1,7 +1,7 @@
 """The KDA layer: a fixed-size memory per head, erased and written by the delta rule (KDA, sections 3 and 4; K3).
 
     q, k, v = heads(SiLU(conv(x W)))        q and k are normalised inside the kernel
-    g       = gate(x W_fa W_fb)             log-decay, per value head and channel of k
+    g       = gate(x W_fa W_fb)             log-decay, per value head and channel of k (Gated DeltaNet: per head alone)
     beta    = sigmoid(x W_b)                writing strength, per value head
     o       = kda(q, k, v, g, beta)
     y       = (RMSNorm(o) * gate(x)) W_o    norm per head, gate low-rank (Kimi Linear) or full-rank (K3)
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kimi_jax.sharding import constrain, per_shard, project
+from kimi_jax.sharding import constrain, per_shard, project, spread
 from pallas_kernels import kda, kda_step
 
 from .cache_check import check_cache
@@ -73,11 +73,12 @@ class KDALayer(nnx.Module):
         conv_width: taps of the short convolution; 0 leaves SiLU alone (the paper's ablation).
         lower_bound: None for the unbounded gate -exp(A_log) softplus(z) of Kimi Linear; a negative number (K3: -5) for
             the gate lower_bound * sigmoid(exp(A_log) z). They are different models, not a speed switch.
+        gate: "channel"; "head" has one log-decay for all channels of a value head, which is Gated DeltaNet.
         gate_rank: rank of the forget gate and of the low-rank output gate; default head_v.
         full_rank_gate: K3's output gate, in place of the low-rank one.
         output_gate: "sigmoid", or the ablations "swish" and None (norm without gate).
 
-    Raises ValueError for sizes that do not fit together or onto the mesh in force, an unknown output_gate, or a
+    Raises ValueError for sizes that do not fit together or onto the mesh in force, an unknown gate or output_gate, or a
     lower_bound that is not negative.
     """
 
@@ -91,6 +92,7 @@ class KDALayer(nnx.Module):
         head_v: int,
         conv_width: int = 4,
         lower_bound: float | None = None,
+        gate: str = "channel",
         gate_rank: int | None = None,
         full_rank_gate: bool = False,
         output_gate: str | None = "sigmoid",
@@ -106,13 +108,16 @@ class KDALayer(nnx.Module):
             raise ValueError(f"num_value_heads={num_value_heads} must be a multiple of num_heads={num_heads}")
         if lower_bound is not None and lower_bound >= 0:
             raise ValueError(f"lower_bound must be None (unbounded gate) or negative, got {lower_bound}")
+        if gate not in ("channel", "head"):
+            raise ValueError(f"gate={gate!r} is not allowed: 'channel' or 'head'")
         if conv_width < 0:
             raise ValueError(f"conv_width must be at least 0 (no convolution), got {conv_width}")
         check_heads(num_heads=num_heads, num_value_heads=num_value_heads)
         self.num_heads, self.num_value_heads, self.head_k, self.head_v = num_heads, num_value_heads, head_k, head_v
-        self.conv_width, self.lower_bound = conv_width, lower_bound
+        self.conv_width, self.lower_bound, self.gate = conv_width, lower_bound, gate
         self.chunk_size, self.backend, self.dtype = chunk_size, backend, dtype
-        qk_width, gate_width, v_width = num_heads * head_k, num_value_heads * head_k, num_value_heads * head_v
+        qk_width, v_width = num_heads * head_k, num_value_heads * head_v
+        gate_width = num_value_heads * (head_k if gate == "channel" else 1)
         rank = head_v if gate_rank is None else gate_rank
         dtypes = dict(rngs=rngs, dtype=dtype, param_dtype=param_dtype)
 
@@ -194,7 +199,7 @@ class KDALayer(nnx.Module):
             q=project(x_BTD, self.q, heads),
             k=project(x_BTD, self.k, heads),
             v=project(x_BTD, self.v, heads),
-            g=self._low_rank(x_BTD, self.f_a, self.f_b),
+            g=self._forget_gate(x_BTD),
             beta=project(x_BTD, self.b, heads),
         )
         if isinstance(cache, KDADraft):
@@ -228,6 +233,15 @@ class KDALayer(nnx.Module):
     def _low_rank(self, x_BTD, down, up):
         return project(project(x_BTD, down, ("batch", None, None)), up, ("batch", None, "heads"))
 
+    def _forget_gate(self, x_BTD):
+        """Raw logits [B, T, HV*K]."""
+        logits = self._low_rank(x_BTD, self.f_a, self.f_b)
+        if self.gate == "channel":
+            return logits
+        B, T, HV = logits.shape
+        logits = spread(logits[..., None], (B, T, HV, self.head_k), "batch", None, "heads", None)
+        return logits.reshape(B, T, HV * self.head_k)
+
     def _output_gate(self, x_BTD):
         if self.gate_form == "none":
             return None
@@ -237,10 +251,13 @@ class KDALayer(nnx.Module):
 
     def _recur(self, q, k, v, g, beta, ids, cache):
         """Output [B, T, HV, V] and, with a cache, the new state. Gate and beta are raw logits, q and k unnormalised."""
+        dt_bias = self.dt_bias[...]
+        if self.gate == "head":
+            dt_bias = spread(dt_bias[:, None], (self.num_value_heads, self.head_k), "heads", None)
         options = dict(
             gate="softplus" if self.lower_bound is None else "bounded",
             A_log=self.A_log[...],
-            dt_bias=self.dt_bias[...],
+            dt_bias=dt_bias,
             lower_bound=self.lower_bound,
             qk_l2norm=True,
             beta_sigmoid=True,

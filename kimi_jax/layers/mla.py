@@ -1,7 +1,8 @@
 """Multi-head latent attention without positions (NoPE MLA): the full-attention layers of both models (KDA 4; K3).
 
 Keys and values are expanded from one small latent per token, which is all that a cache keeps. The slice of the key that
-other models rotate ("rope") is shared by all heads and is never rotated here: order comes from the KDA layers.
+other models rotate ("rope") is shared by all heads and is not rotated here: order comes from the KDA layers. To compare
+with such models, rope_theta rotates it, and the queries' part that meets it.
 
     q       = x W_q, or RMSNorm(x W_qa) W_qb                [N, nope + rope]
     latent  = RMSNorm(x W_kva[:, :kv_lora])                 [kv_lora]
@@ -25,10 +26,11 @@ from .latents import LEAST_BLOCK, MLACache, StackedMLACache, append, attend
 from .norms import RMSNorm
 from .padding import concrete_ids, is_concrete, left_align, merge_ids, zero_padding
 from .parameters import check_heads, weight
+from .rope import document_positions, rotate
 
 
 class MLA(nnx.Module):
-    """NoPE multi-head latent attention, causal.
+    """Multi-head latent attention, causal.
 
     Args:
         q_lora_rank: None for a direct query projection (Kimi Linear), else through a normed bottleneck (K3).
@@ -36,8 +38,9 @@ class MLA(nnx.Module):
             other norms have.
         output_gate: a full-rank sigmoid gate on the heads' outputs (K3).
         softmax1: weights exp(s_i) / (1 + sum_j exp(s_j)), against attention sinks and outliers (arXiv 2605.17887).
+        rope_theta: None (NoPE), or the base of rotary positions, which count the tokens of each document.
 
-    Raises ValueError if the mesh in force does not divide the heads.
+    Raises ValueError if the mesh in force does not divide the heads, or for a qk_rope_dim that cannot be rotated.
     """
 
     def __init__(
@@ -53,14 +56,18 @@ class MLA(nnx.Module):
         inner_norm_eps: float = 1e-6,
         output_gate: bool = False,
         softmax1: bool = False,
+        rope_theta: float | None = None,
         rngs: nnx.Rngs,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
     ):
+        if rope_theta is not None and (qk_rope_dim < 2 or qk_rope_dim % 2):
+            raise ValueError(f"qk_rope_dim={qk_rope_dim} is not allowed with rope_theta={rope_theta}: even, at least 2")
         check_heads(num_heads=num_heads)
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.qk_nope_dim, self.qk_rope_dim, self.v_dim = qk_nope_dim, qk_rope_dim, v_dim
         self.q_lora_rank, self.output_gate, self.softmax1, self.dtype = q_lora_rank, output_gate, softmax1, dtype
+        self.rope_theta = rope_theta
         self.scale = (qk_nope_dim + qk_rope_dim) ** -0.5
         q_width = num_heads * (qk_nope_dim + qk_rope_dim)
 
@@ -124,16 +131,19 @@ class MLA(nnx.Module):
     def _attend_self(self, x_BTD, ids):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
         mask_BTS = None if ids is None else ids[:, :, None] == ids[:, None, :]
-        o = self._attend(self._queries(x_BTD), *self._latents(x_BTD), mask_BTS)
+        position_BT = None if self.rope_theta is None else document_positions(x_BTD, ids)
+        o = self._attend(self._queries(x_BTD, position_BT), *self._latents(x_BTD, position_BT), mask_BTS)
         return self._output(x_BTD, o, ids)
 
     def _attend_cache(self, x_BTD, ids, cache):
         x_BTD = zero_padding(x_BTD.astype(self.dtype), ids)
-        own = self._latents(x_BTD)
-        cache, position_BT = append(cache, *own, ids)
+        position_BT = cache.length[:, None] + jnp.arange(x_BTD.shape[1])
+        own = self._latents(x_BTD, position_BT)
+        cache, _ = append(cache, *own, ids)
         kv_b = gathered(self.kv_b[...].astype(self.dtype), logical_axes(self.kv_b))
         kv_b_CNX = kv_b.reshape(self.kv_lora_rank, self.num_heads, self.qk_nope_dim + self.v_dim)
-        o = attend(self._queries(x_BTD), kv_b_CNX, cache, own, position_BT, self.scale, null_key=self.softmax1)
+        q_BTNH = self._queries(x_BTD, position_BT)
+        o = attend(q_BTNH, kv_b_CNX, cache, own, position_BT, self.scale, null_key=self.softmax1)
         y_BTD = self._output(x_BTD, o, ids)
         return jnp.where((cache.length > cache.latent.shape[-2])[:, None, None], jnp.nan, y_BTD), cache
 
@@ -143,17 +153,20 @@ class MLA(nnx.Module):
         slots = cache.latent.shape[1] if isinstance(cache, MLACache) and cache.latent.ndim > 1 else 1
         check_cache(cache, jax.eval_shape(lambda: self._empty(batch, slots)))
 
-    def _queries(self, x_BTD):
+    def _queries(self, x_BTD, position_BT=None):
         if self.q_lora_rank is None:
             q = project(x_BTD, self.q, ("batch", None, "heads"))
         else:
             low = self.q_norm(project(x_BTD, self.q_a, ("batch", None, None)))
             q = project(low, self.q_b, ("batch", None, "heads"))
-        return q.reshape(*q.shape[:2], self.num_heads, self.qk_nope_dim + self.qk_rope_dim)
+        return self._rotated(q.reshape(*q.shape[:2], self.num_heads, self.qk_nope_dim + self.qk_rope_dim), position_BT)
 
-    def _latents(self, x_BTD):
-        both = project(x_BTD, self.kv_a, ("batch", None, None))
+    def _latents(self, x_BTD, position_BT=None):
+        both = self._rotated(project(x_BTD, self.kv_a, ("batch", None, None)), position_BT)
         return self.kv_norm(both[..., : self.kv_lora_rank]), both[..., self.kv_lora_rank :]
+
+    def _rotated(self, x, position_BT):
+        return x if self.rope_theta is None else rotate(x, position_BT, self.rope_theta, self.qk_rope_dim)
 
     def _attend(self, q_BTNH, latent_BSC, k_rope_BSR, mask_BTS):
         """Causal softmax attention over the keys and values expanded from S = T latents -> [B, T, N, v]."""

@@ -452,9 +452,11 @@ def test_the_vision_tower_is_left_out_and_nothing_else(tmp_path, caplog):
         ("depth_weights", "static"),
         ("depth_key_norm", False),
         ("depth_query", "hidden"),
+        ("kda_gate", "head"),
+        ("mla_rope_theta", 1e4),
     ],
 )
-def test_sites_of_other_parameters_cannot_be_filled(field, value):
+def test_other_parameters_cannot_be_filled(field, value):
     with pytest.raises(ValueError, match=f"published format has no parameters for {field}="):
         load_hf(K3, **{field: value})
 
@@ -488,6 +490,9 @@ BAD_SAVES = [
     BadSave("depth_heads", {"depth_heads": 4}, {}, "no place for depth_heads=4"),
     BadSave("depth_window", {"depth_window": 8}, {}, "no place for depth_window=8"),
     BadSave("block_size", {"block_size": 1}, {}, "no place for block_size=1"),
+    BadSave(
+        "gate_and_rope", {"kda_gate": "head", "mla_rope_theta": 1e4}, {}, "kda_gate='head', mla_rope_theta=10000.0"
+    ),
     BadSave("grouped_values", {"kda_num_value_heads": 8}, {}, "no place for kda_num_value_heads=8"),
     BadSave("dtype", {}, {"dtype": "int8"}, "dtype='int8' is not allowed"),
     BadSave("mxfp4", EXPERTS | {"expert_width": 32}, {"mxfp4": True}, r"layers\.1\..*experts\.0\.w1\.weight cannot"),

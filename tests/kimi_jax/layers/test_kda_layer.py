@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from kimi_jax.layers import KDALayer
+from pallas_kernels import gated_delta_net
 from tests.kimi_jax.layers.layer_support import call, inputs, randomise
 from tests.support import BF16_FORWARD, F32_FORWARD, F32_GRADIENT, assert_close
 
@@ -23,6 +24,7 @@ VARIANTS = [
     Variant("kimi_linear", {}),
     Variant("kimi_k3", dict(lower_bound=-5.0, full_rank_gate=True)),
     Variant("grouped_values", dict(num_value_heads=6, gate_rank=3)),
+    Variant("gate_per_head", dict(gate="head", num_value_heads=6, gate_rank=3)),
     Variant("swish_gate", dict(output_gate="swish")),
     Variant("no_output_gate", dict(output_gate=None)),
     Variant("no_convolution", dict(conv_width=0)),
@@ -57,7 +59,7 @@ def by_hand(kda, x_TD, state_HKV=0.0):
     q, k = (convolved(name).reshape(T, H, K).repeat(HV // H, axis=1) for name in "qk")
     q, k = (a / np.sqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
     v = convolved("v").reshape(T, HV, V)
-    z = (x @ w["f_a"] @ w["f_b"] + w["dt_bias"]).reshape(T, HV, K)
+    z = (x @ w["f_a"] @ w["f_b"] + w["dt_bias"]).reshape(T, HV, -1)  # a decay per channel or one for all
     A = np.exp(w["A_log"])[:, None]
     g = -A * np.log1p(np.exp(z)) if kda.lower_bound is None else kda.lower_bound * sigmoid(A * z)
     beta = sigmoid(x @ w["b"])
@@ -87,7 +89,7 @@ def test_equals_the_equations(name):
         assert_close(cache.state[row], state, F32_FORWARD, "state")
 
 
-@pytest.mark.parametrize("name", ["kimi_k3", "grouped_values", "no_convolution"])
+@pytest.mark.parametrize("name", ["kimi_k3", "grouped_values", "gate_per_head", "no_convolution"])
 def test_prefill_then_decode_equals_the_whole(name):
     kda, x = layer(name), inputs(2, 10, HIDDEN)
     whole, no_cache = call(kda, x)
@@ -97,6 +99,17 @@ def test_prefill_then_decode_equals_the_whole(name):
         y, cache = call(kda, x[:, start:stop], cache=cache)
         outputs.append(y)
     assert_close(jnp.concatenate(outputs, axis=1), whole, F32_FORWARD)
+
+
+def test_a_gate_per_head_is_gated_delta_net():
+    kda, x, ids = layer("gate_per_head", conv_width=0, output_gate=None), inputs(1, 9, HIDDEN), jnp.arange(9)[None] // 5
+    q, k, v = (jax.nn.silu(x @ w[...]).reshape(1, 9, -1, d) for w, d in ((kda.q, 8), (kda.k, 8), (kda.v, 4)))
+    logits = x @ kda.f_a[...] @ kda.f_b[...]
+    g = -jnp.exp(kda.A_log[...]) * jax.nn.softplus(logits + kda.dt_bias[...])
+    beta = jax.nn.sigmoid(x @ kda.b[...])
+    o = jax.jit(gated_delta_net, static_argnames="qk_l2norm")(q, k, v, g, beta, segment_ids=ids, qk_l2norm=True).output
+    assert g.shape == (1, 9, 6)
+    assert_close(call(kda, x, ids)[0], kda.o_norm(o).reshape(1, 9, -1) @ kda.o[...], F32_FORWARD)
 
 
 @pytest.mark.parametrize("T", [1, 4])
@@ -260,6 +273,7 @@ def test_backend_is_passed_on():
     [
         (dict(num_value_heads=5), "num_value_heads=5 must be a multiple of num_heads=2"),
         (dict(lower_bound=0.0), "lower_bound must be None .* or negative, got 0.0"),
+        (dict(gate="scalar"), "gate='scalar' is not allowed: 'channel' or 'head'"),
         (dict(conv_width=-1), "conv_width must be at least 0"),
         (dict(output_gate="tanh"), "'tanh' is unknown"),
     ],

@@ -32,9 +32,19 @@ def grouped_kda_layer():
     return randomise(KDALayer(HIDDEN, **options, rngs=nnx.Rngs(0)))
 
 
+def gated_delta_net_layer():
+    options = dict(num_heads=4, num_value_heads=8, head_k=8, head_v=4, gate="head")
+    return randomise(KDALayer(HIDDEN, **options, rngs=nnx.Rngs(0)))
+
+
 def mla_layer():
     sizes = dict(q_lora_rank=6, kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4, v_dim=8)
     return randomise(MLA(HIDDEN, num_heads=8, **sizes, output_gate=True, rngs=nnx.Rngs(0)))
+
+
+def rope_layer():
+    sizes = dict(kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4, v_dim=8)
+    return randomise(MLA(HIDDEN, num_heads=8, **sizes, rope_theta=5.0, rngs=nnx.Rngs(0)))
 
 
 def feed_forward_layer():
@@ -60,6 +70,9 @@ ALL_AXES = dict(data=2, fsdp=2, tensor=2)
 LAYERS = (kda_layer, grouped_kda_layer, mla_layer, feed_forward_layer, moe_layer)
 CASES = [Case(kda_layer, dict(tensor=tp), AxisType.Auto) for tp in (2, 4, 8)]
 CASES += [Case(build, ALL_AXES, kind) for build in LAYERS for kind in (AxisType.Auto, AxisType.Explicit)]
+CASES = [pytest.param(case, id=case.name) for case in CASES]
+OTHERS = [Case(build, ALL_AXES, AxisType.Explicit) for build in (gated_delta_net_layer, rope_layer)]
+CASES += [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive) for case in OTHERS]
 
 
 def value_and_gradients(layer, x, dy, *args):
@@ -91,7 +104,7 @@ def arguments(build):
     return (
         inputs(B, T, HIDDEN),
         inputs(B, T, HIDDEN, seed=2),
-        (ids,) if build in (kda_layer, grouped_kda_layer, mla_layer) else (),
+        () if build in (feed_forward_layer, moe_layer) else (ids,),
     )
 
 
@@ -99,7 +112,7 @@ def laid_out(x):
     return constrain(x, "batch", None, None)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_equals_one_device(case):
     y_alone, gradients_alone = on_one_device(case.build)
     x, dy, ids = arguments(case.build)

@@ -11,12 +11,8 @@ from tests.kimi_jax.layers.layer_support import call, inputs, randomise
 from tests.support import BF16_FORWARD, F32_FORWARD, F32_GRADIENT, assert_close, rel_l2
 
 HIDDEN, HEADS, NOPE, ROPE, V, LATENT = 12, 3, 4, 2, 5, 6
-VARIANTS = {
-    "kimi_linear": {},
-    "kimi_k3": dict(q_lora_rank=7, output_gate=True),
-    "wide_values": dict(v_dim=9),
-    "softmax1": dict(softmax1=True),
-}
+NOPE_VARIANTS = {"kimi_linear": {}, "kimi_k3": dict(q_lora_rank=7, output_gate=True), "wide_values": dict(v_dim=9)}
+VARIANTS = NOPE_VARIANTS | {"rope": dict(qk_rope_dim=4, rope_theta=5.0), "softmax1": dict(softmax1=True)}
 
 
 @functools.cache
@@ -35,13 +31,21 @@ def by_hand(mla, x_TD):
     x = np.asarray(x_TD, np.float64)
     q = x @ w["q"] if mla.q_lora_rank is None else norm(x @ w["q_a"], mla.q_norm.weight) @ w["q_b"]
     latent, k_rope = norm(x @ w["kv_a"][:, :LATENT], mla.kv_norm.weight), x @ w["kv_a"][:, LATENT:]
+    R = mla.qk_rope_dim
+    q = q.reshape(-1, HEADS, NOPE + R)
+    if mla.rope_theta is not None:  # turned in the complex plane
+        turn = np.exp(1j * np.arange(len(x))[:, None] * mla.rope_theta ** (-2 * np.arange(R // 2) / R))
+        k_rope, q_rope = (y[..., : R // 2] + 1j * y[..., R // 2 :] for y in (k_rope, q[..., NOPE:]))
+        k_rope, q_rope = k_rope * turn, q_rope * turn[:, None]
+        k_rope, q_rope = (np.concatenate([y.real, y.imag], axis=-1) for y in (k_rope, q_rope))
+        q = np.concatenate([q[..., :NOPE], q_rope], axis=-1)
     heads = []
     for n in range(HEADS):
         kv = latent @ w["kv_b"].reshape(LATENT, HEADS, NOPE + mla.v_dim)[:, n]
         key, value = np.concatenate([kv[:, :NOPE], k_rope], axis=1), kv[:, NOPE:]
         out = []
         for t in range(len(x)):
-            score = key[: t + 1] @ q.reshape(-1, HEADS, NOPE + ROPE)[t, n] * (NOPE + ROPE) ** -0.5
+            score = key[: t + 1] @ q[t, n] * (NOPE + R) ** -0.5
             weight = np.exp(score - score.max())
             out.append(weight @ value[: t + 1] / (weight.sum() + mla.softmax1 * np.exp(-score.max())))
         heads.append(out)
@@ -106,7 +110,7 @@ def test_prefill_then_decode_equals_the_whole(variant):
     np.testing.assert_array_equal(cache.length, [10, 10])
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "softmax1"])  # whose null key does not shift
+@pytest.mark.parametrize("variant", NOPE_VARIANTS)  # not softmax1, whose null key does not shift
 def test_shifted_positions_change_nothing(variant):
     """Field case CK04. The layer is told no positions, so tokens are shifted by 100 by 100 rows of padding before them.
 
@@ -123,7 +127,7 @@ def test_shifted_positions_change_nothing(variant):
     assert_close(shifted(100), call(mla, x)[0], 1e-6)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NOPE_VARIANTS)
 def test_nothing_is_rotated(variant):
     """Field case CK04, the part that a rotation fails (it too survives a shift of all): the order of keys is unseen."""
     mla, x = layer(variant), inputs(2, 9, HIDDEN)
@@ -137,7 +141,7 @@ def test_nothing_is_rotated(variant):
 
 
 def test_rows_of_different_lengths_share_a_cache():
-    mla = layer()
+    mla = layer("rope")  # each row has positions of its own
     cache = mla.init_cache(3, 9)
     consumed = np.zeros(3, int)
     history = [[] for _ in range(3)]
