@@ -58,13 +58,13 @@ class Ablation:
         return TrainingRun(f"{row}, seed {seed}", {**what, "training": training}, settings)
 
 
-def run_table(ablation: Ablation, store: RunStore, stop: StopRequest) -> bool:
-    """Do what is missing; True if nothing is left, False if it was stopped before or a run failed.
+def run_table(ablation: Ablation, store: RunStore, stop: StopRequest, *, beside_others: bool = False) -> bool:
+    """`make_runs` for a table: True if nothing is left, False if it was stopped before or a run failed.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
     runs = ablation.runs()
-    return make_runs(runs, read_corpus(runs[0].settings), store, stop)
+    return make_runs(runs, read_corpus(runs[0].settings), store, stop, beside_others=beside_others)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         store = RunStore(values.out or f"results/{table.name}.json", sources=SOURCES, command=command, runs=values.runs)
         keep_programs(values.runs)
         with StopRequest(values.limit_minutes) as stop:
-            done = run_table(ablation, store, stop)
+            done = run_table(ablation, store, stop, beside_others=values.beside_others)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"{'all' if done else 'not all'} of the runs asked for are in {store.path}")
@@ -99,6 +99,7 @@ if __name__ == "__main__":
         flags.DEFINE_integer(name, None, "In place of the table's.")
     flags.DEFINE_float("learning_rate", None, "In place of the table's.")
     flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Default: float32 on a CPU, else bfloat16.")
+    flags.DEFINE_bool("beside_others", False, "Other processes work on the same device: speeds are not kept.")
     flags.DEFINE_float("limit_minutes", float("inf"), "Stop then; the same command goes on.")
     flags.DEFINE_string("out", None, "Where results are kept (default: results/TABLE.json).")
     flags.DEFINE_string("runs", "runs", "Where unfinished runs are kept.")

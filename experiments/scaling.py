@@ -31,12 +31,14 @@ from experiments.training_runs import CorpusFacts, make_runs, read_corpus, requi
 FIELDS = ("data", "validation_data", "tokenizer", "batch_size", "sequence_length", "dtype")
 
 
-def run_study(study: Study, corpus: CorpusFacts, store: RunStore, stop: StopRequest) -> bool:
-    """Do what is missing; True if nothing is left, False if it was stopped before or a run failed.
+def run_study(
+    study: Study, corpus: CorpusFacts, store: RunStore, stop: StopRequest, *, beside_others: bool = False
+) -> bool:
+    """`make_runs` for the study: True if nothing is left, False if it was stopped before or a run failed.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
-    return make_runs(study.runs(), corpus, store, stop)
+    return make_runs(study.runs(), corpus, store, stop, beside_others=beside_others)
 
 
 def plan(study: Study, corpus: CorpusFacts, store: RunStore) -> str:
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             return
         keep_programs(values.runs)
         with StopRequest(values.limit_minutes) as stop:
-            done = run_study(study, corpus, store, stop)
+            done = run_study(study, corpus, store, stop, beside_others=values.beside_others)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"{'all' if done else 'not all'} of the runs asked for are in {store.path}")
@@ -104,6 +106,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_enum(
         "dtype", None, ["float32", "bfloat16"], "Default: float32 on a CPU, else bfloat16.", flag_values=values
     )
+    flags.DEFINE_bool("beside_others", False, "Other processes work on the same device: speeds are not kept.")
     flags.DEFINE_float("limit_minutes", math.inf, "Stop then; the same command goes on.", flag_values=values)
     flags.DEFINE_bool("plan", False, "Only say what is finished and what is left.", flag_values=values)
     flags.DEFINE_string("out", "results/scaling.json", "Where results are kept.", flag_values=values)

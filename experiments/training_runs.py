@@ -70,7 +70,9 @@ def training_fields(settings: TrainConfig, *, without: Sequence[str] = ()) -> di
     return fields | {name: value for name, value in measured.items() if value}
 
 
-def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest) -> bool:
+def make_runs(
+    runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest, *, beside_others: bool = False
+) -> bool:
     """Do what is missing; True if nothing is left, False if it was stopped before, a run failed or is still being made.
 
     Runs that another process is making are left to it, so that the same command can be started on several devices. A
@@ -79,7 +81,7 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
     "training_tokens"} or {"ended": "diverged", "why"}; where the card's peak is known, with "mfu", model FLOPs
     utilisation; where the validation text has domains, with
     "domains": {name: {"bits_per_byte", "trigram_bits_per_byte"}}; with profile_every, with "profiles": those of
-    `depth_profile`, each with its "step".
+    `depth_profile`, each with its "step". With beside_others the speeds are left out: the device was not theirs alone.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
@@ -95,7 +97,9 @@ def make_runs(runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore,
                 continue
             print(f"[{len(missing) - index} left] {store.path.stem}: {run.name}", flush=True)
             directory = store.directory(config)
-            entry = store.attempt(config, functools.partial(_train, run.settings, corpus, directory, stop))
+            entry = store.attempt(
+                config, functools.partial(_train, run.settings, corpus, directory, stop, not beside_others)
+            )
         if entry is None:
             return False
         if entry.error is None:
@@ -117,7 +121,9 @@ def require_same_corpus(corpus: CorpusFacts, store: RunStore) -> None:
                 )
 
 
-def _train(settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: StopRequest) -> dict[str, Any] | None:
+def _train(
+    settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: StopRequest, alone: bool
+) -> dict[str, Any] | None:
     settings = dataclasses.replace(settings, workdir=str(directory))
     try:
         result = train(settings, limit_minutes=stop.minutes_left())
@@ -126,7 +132,7 @@ def _train(settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: St
     if not result.finished:
         return None
     steps = [record for record in read_metrics(directory) if "tokens_per_second" in record]
-    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu")}
+    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu") if alone}
     return {
         "ended": "steps",
         "bits_per_byte": result.validation_bits_per_byte,

@@ -7,7 +7,6 @@ from experiments.configs import attn_res_table4
 from experiments.configs.table import Table
 
 ROWS = ("PreNorm", "Full", "Block")
-TRAINING = attn_res_table4.TABLE.training
 
 TABLE = Table(
     name="attn_res_dynamics",
@@ -16,9 +15,5 @@ TABLE = Table(
     rows={row: attn_res_table4.TABLE.rows[row] for row in ROWS},
     baseline="PreNorm",
     paper={row: attn_res_table4.TABLE.paper[row] for row in ROWS},
-    training={
-        **TRAINING,
-        "overrides": {**TRAINING["overrides"], "scan_layers": False},  # sites of scanned layers cannot be profiled
-        "profile_every": 200,
-    },
+    training={**attn_res_table4.TABLE.training, "profile_every": 200},
 )

@@ -47,7 +47,6 @@ TABLE = Table(
         "overrides": {
             "hidden_size": 256, "num_layers": 16, "kda_num_heads": 4, "kda_head_dim": 64, "mla_num_heads": 4,
             "kv_lora_rank": 128, "qk_nope_dim": 48, "qk_rope_dim": 16, "v_dim": 64, "ffn_width": 704,
-            "scan_layers": True,
         },
         "sequence_length": 1024, "batch_size": 32, "steps": 2000, "warmup": 100, "eval_every": 0, "sample_tokens": 0,
         "eval_tokens": 3 << 18,

@@ -128,6 +128,14 @@ def test_processes_share_the_runs_of_a_table(corpus, store, trained):
     assert run_table(ablation, store, StopRequest()) and len(trained.asked) == 4
 
 
+def test_speeds_are_kept_unless_the_device_is_shared(corpus, store, trained):
+    ablation = Ablation(TABLE, ("3:1",), 1, {**corpus, "dtype": "float32"})
+    assert run_table(ablation, store, StopRequest(), beside_others=True)
+    assert run_table(dataclasses.replace(ablation, seeds=2), store, StopRequest())
+    first, second = sorted(store.entries(), key=lambda e: e.config["seed"])
+    assert "tokens_per_second" not in first.result and second.result["tokens_per_second"] == 7000.0
+
+
 def test_another_corpus_is_refused_and_a_moved_one_is_not(corpus, store, trained, tmp_path):
     fields = {**corpus, "dtype": "float32"}
     assert run_table(Ablation(TABLE, ROWS, 1, fields), store, StopRequest())
