@@ -106,7 +106,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_enum(
         "dtype", None, ["float32", "bfloat16"], "Default: float32 on a CPU, else bfloat16.", flag_values=values
     )
-    flags.DEFINE_bool("beside_others", False, "Other processes work on the same device: speeds are not kept.")
+    flags.DEFINE_bool(
+        "beside_others", False, "Other processes work on the same device: speeds are not kept.", flag_values=values
+    )
     flags.DEFINE_float("limit_minutes", math.inf, "Stop then; the same command goes on.", flag_values=values)
     flags.DEFINE_bool("plan", False, "Only say what is finished and what is left.", flag_values=values)
     flags.DEFINE_string("out", "results/scaling.json", "Where results are kept.", flag_values=values)
