@@ -6,7 +6,9 @@
 
 The tables are in configs/, one file each. A finished run is read from results/TABLE.json and never repeated; one that
 was stopped goes on from its directory under runs/. All runs of a table are of one corpus: another one is refused. The
-same command on another device (CUDA_VISIBLE_DEVICES=1), started meanwhile, shares the runs that are left.
+same command on another device (CUDA_VISIBLE_DEVICES=1), started meanwhile, shares the runs that are left; on the same
+device it would slow them, by compiling if by nothing else. Rows come one after the other with all their seeds, which
+compile once: --seeds=1 first, then more, gives a whole table early.
 """
 
 import dataclasses
@@ -46,8 +48,8 @@ class Ablation:
             self.table.train_config(row, 0, **self.fields)
 
     def runs(self) -> list[TrainingRun]:
-        """The first seed of all rows first."""
-        return [self.run(row, seed) for seed in range(self.seeds) for row in self.rows]
+        """All seeds of one row after the other, since they share its compiled programs."""
+        return [self.run(row, seed) for row in self.rows for seed in range(self.seeds)]
 
     def run(self, row: str, seed: int) -> TrainingRun:
         """One run of the table."""

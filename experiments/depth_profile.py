@@ -1,5 +1,6 @@
 """Numbers over the depth of a model: what its sites read, how large outputs and the loss's gradients there are."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,8 +33,10 @@ def depth_profile(model: KimiLM, tokens: jax.Array, segment_ids: jax.Array | Non
     return make_depth_profile(graphdef, model.config)(state, tokens, segment_ids)
 
 
+@functools.lru_cache(maxsize=1)
 def make_depth_profile(graphdef: nnx.GraphDef, config: ModelConfig) -> Callable[..., dict[str, Any]]:
-    """profile(state, tokens, segment_ids=None): `depth_profile` of the model of this nnx.State, compiled once.
+    """profile(state, tokens, segment_ids=None): `depth_profile` of the model of this nnx.State, compiled once and
+    for runs one after the other that differ in their seed.
 
     Raises NotImplementedError as `depth_profile` does.
     """

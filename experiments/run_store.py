@@ -126,6 +126,11 @@ class RunStore:
         with self._lock(self.directory(config).name, wait=False) as alone:
             yield alone and self.finished(config) is None
 
+    def claimed(self, config: Mapping[str, Any]) -> bool:
+        """Whether another process makes this run now."""
+        with self._lock(self.directory(config).name, wait=False) as alone:
+            return not alone
+
     def comparable(self, varying: Sequence[str]) -> list[tuple[Entry, ...]]:
         """All runs, in groups that agree in code and in every field of their config but the varying ones.
 

@@ -106,9 +106,9 @@ class Study:
         self.runs()  # all that is wrong with any run is said before the first begins
 
     def runs(self) -> list[TrainingRun]:
-        """The first seed of all first, small sizes first."""
+        """Small sizes first; all seeds of a model one after the other, since they share its compiled programs."""
         sizes = [size for size in SIZES if size in self.sizes]
-        return [self.run(m, size, seed) for seed in range(self.seeds) for size in sizes for m in self.models]
+        return [self.run(m, size, seed) for size in sizes for m in self.models for seed in range(self.seeds)]
 
     def run(self, model: str, size: str, seed: int) -> TrainingRun:
         """One run of the study."""

@@ -1,5 +1,6 @@
 """Everything that a step of training reads and writes, how it begins, and the step itself."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,43 +51,72 @@ def start_training(
     Parameters are drawn, or read from config.init_from; in a resumed run they will be replaced and are not read.
     """
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
-
-    def build() -> KimiLM:
-        return KimiLM(model_config, rngs=nnx.Rngs(init_key))
-
     if config.init_from is not None and not resumed:
         model = load_hf(config.init_from, mesh=mesh, **config.init_fields())
     elif mesh is None:
-        graphdef = nnx.split(nnx.eval_shape(build))[0]
-        model = nnx.merge(graphdef, jax.jit(lambda: nnx.split(build())[1])())
+        graphdef, draw = _drawing(model_config)
+        model = nnx.merge(graphdef, draw(init_key))
     else:
-        model = create_sharded(build, mesh)
+        model = create_sharded(lambda: KimiLM(model_config, rngs=nnx.Rngs(init_key)), mesh)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    schedule = make_schedule(
-        config.schedule,
-        peak=config.learning_rate,
-        steps=config.steps,
-        warmup=config.warmup,
-        decay_fraction=config.decay_fraction,
-    )
-    optimizer = make_optimizer(
-        config.optimizer,
-        schedule,
-        params,
-        weight_decay=config.weight_decay,
-        grad_clip=config.grad_clip,
-        heads=_head_counts(model) if config.per_head_muon else None,
-    )
-    optimizer_shardings = None if mesh is None else _shardings(jax.eval_shape(optimizer.init, params), mesh)
-    optimizer_state = jax.jit(optimizer.init, out_shardings=optimizer_shardings)(params)
-    state = TrainState(jnp.int32(0), run_key, params, rest, optimizer_state)
+    begin_optimizer, step = _programs(graphdef, model_config, _How.of(config), mesh)
+    state = TrainState(jnp.int32(0), run_key, params, rest, begin_optimizer(params))
     if mesh is not None:
         state = state._replace(
             step=jax.device_put(state.step, NamedSharding(mesh, P())),
             key=jax.device_put(state.key, NamedSharding(mesh, P())),
         )
-    step = _make_step(graphdef, optimizer, schedule, config.router_bias_rate, mesh)
     return Training(graphdef, state, step)
+
+
+class _How(NamedTuple):
+    """The fields of TrainConfig that a step's program depends on, besides the model."""
+
+    optimizer: str
+    schedule: str
+    learning_rate: float
+    steps: int
+    warmup: int
+    decay_fraction: float
+    weight_decay: float
+    grad_clip: float
+    per_head_muon: bool
+    router_bias_rate: float
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "_How":
+        return cls(*(getattr(config, name) for name in cls._fields))
+
+
+# The last programs are kept: runs that differ in their seed alone share them, and the second compiles nothing.
+@functools.lru_cache(maxsize=1)
+def _drawing(model_config: ModelConfig):
+    def build(key: jax.Array) -> KimiLM:
+        return KimiLM(model_config, rngs=nnx.Rngs(key))
+
+    graphdef = nnx.split(nnx.eval_shape(build, jax.random.key(0)))[0]
+    return graphdef, jax.jit(lambda key: nnx.split(build(key))[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _programs(graphdef: nnx.GraphDef, model_config: ModelConfig, how: _How, mesh: jax.sharding.Mesh | None):
+    """(the optimiser's state from parameters, the step)."""
+    model = nnx.eval_shape(lambda: KimiLM(model_config, rngs=nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
+    schedule = make_schedule(
+        how.schedule, peak=how.learning_rate, steps=how.steps, warmup=how.warmup, decay_fraction=how.decay_fraction
+    )
+    optimizer = make_optimizer(
+        how.optimizer,
+        schedule,
+        params,
+        weight_decay=how.weight_decay,
+        grad_clip=how.grad_clip,
+        heads=_head_counts(model) if how.per_head_muon else None,
+    )
+    shardings = None if mesh is None else _shardings(jax.eval_shape(optimizer.init, params), mesh)
+    begin_optimizer = jax.jit(optimizer.init, out_shardings=shardings)
+    return begin_optimizer, _make_step(graphdef, optimizer, schedule, how.router_bias_rate, mesh)
 
 
 def _make_step(graphdef, optimizer, schedule, router_bias_rate, mesh):

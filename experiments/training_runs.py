@@ -4,13 +4,14 @@ A finished run is read and not repeated. One that was stopped or killed goes on 
 of a file are of one corpus, told by the hash of its tokens; another one is refused.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,11 @@ class TrainingRun:
     name: str  # for people
     what: Mapping[str, Any]  # all that decides its numbers but the corpus and the code, in JSON types
     settings: TrainConfig
+
+    @property
+    def program(self) -> TrainConfig:
+        """What runs of one compiled program have in common: all but the seed."""
+        return dataclasses.replace(self.settings, seed=0)
 
     def config(self, corpus: "CorpusFacts") -> dict[str, Any]:
         """The run for `RunStore`."""
@@ -75,31 +81,33 @@ def make_runs(
 ) -> bool:
     """Do what is missing; True if nothing is left, False if it was stopped before, a run failed or is still being made.
 
-    Runs that another process is making are left to it, so that the same command can be started on several devices. A
-    run that fails is written down with its reason, and the others go on; a later call tries it again. Results are
-    {"ended": "steps", "bits_per_byte", "trigram_bits_per_byte", "tokens_per_second", "bytes_per_token",
+    Runs of one program follow one another, compiled once. Runs that another process is making are left to it, so that
+    the same command can be started on several devices. A run that fails is written down with its reason, and the others
+    go on; a later call tries it again.
+
+    Results are {"ended": "steps", "bits_per_byte", "trigram_bits_per_byte", "tokens_per_second", "bytes_per_token",
     "training_tokens"} or {"ended": "diverged", "why"}; where the card's peak is known, with "mfu", model FLOPs
-    utilisation; where the validation text has domains, with
-    "domains": {name: {"bits_per_byte", "trigram_bits_per_byte"}}; with profile_every, with "profiles": those of
-    `depth_profile`, each with its "step". With beside_others the speeds are left out: the device was not theirs alone.
+    utilisation; where the validation text has domains, with "domains": {name: {"bits_per_byte",
+    "trigram_bits_per_byte"}}; with profile_every, with "profiles": those of `depth_profile`, each with its "step". With
+    beside_others the speeds are left out: the device was not theirs alone.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
     require_same_corpus(corpus, store)
-    failed = False
+    failed, compiled = False, None
     missing = [run for run in runs if store.finished(run.config(corpus)) is None]
-    for index, run in enumerate(missing):
+    left = list(missing)
+    while left:
         if stop.requested:
             return False
-        config = run.config(corpus)
-        with store.claim(config) as mine:
-            if not mine:
-                continue
-            print(f"[{len(missing) - index} left] {store.path.stem}: {run.name}", flush=True)
+        with _next(left, compiled, corpus, store) as run:
+            if run is None:  # others are making the rest
+                break
+            print(f"[{len(left)} left] {store.path.stem}: {run.name}", flush=True)
+            config = run.config(corpus)
             directory = store.directory(config)
-            entry = store.attempt(
-                config, functools.partial(_train, run.settings, corpus, directory, stop, not beside_others)
-            )
+            train_it = functools.partial(_train, run.settings, corpus, directory, stop, not beside_others)
+            entry = store.attempt(config, train_it)
         if entry is None:
             return False
         if entry.error is None:
@@ -107,7 +115,26 @@ def make_runs(
         else:  # it goes on from there when it is tried again
             failed = True
             print(f"{run.name}: failed, {entry.error}", flush=True)
+        left.remove(run)
+        compiled = run.program
     return not failed and all(store.finished(run.config(corpus)) is not None for run in missing)
+
+
+@contextlib.contextmanager
+def _next(
+    runs: Sequence[TrainingRun], compiled: TrainConfig | None, corpus: CorpusFacts, store: RunStore
+) -> Iterator[TrainingRun | None]:
+    """A run that no other process is making, kept from the others meanwhile, or None if they have all.
+
+    First those of the program that this process has compiled, then those of programs that no other process is at.
+    """
+    taken = [run.program for run in runs if store.claimed(run.config(corpus))]
+    for run in sorted(runs, key=lambda run: (run.program != compiled, run.program in taken)):
+        with store.claim(run.config(corpus)) as mine:
+            if mine:
+                yield run
+                return
+    yield None
 
 
 def require_same_corpus(corpus: CorpusFacts, store: RunStore) -> None:

@@ -105,7 +105,7 @@ def test_runs_are_made_once_and_go_on_after_a_stop(corpus, store, trained):
     assert not run_table(ablation, store, StopRequest())
     assert run_table(ablation, store, StopRequest()) and run_table(ablation, store, StopRequest())
     seen = [(s.seed, s.overrides.get("conv_width", 4), s.workdir) for s in trained.asked]
-    assert [run[:2] for run in seen] == [(0, 4), (0, 0), (0, 0), (1, 4), (1, 0)]
+    assert [run[:2] for run in seen] == [(0, 4), (1, 4), (1, 4), (0, 0), (1, 0)]
     assert seen[1][2] == seen[2][2] and len({workdir for *_, workdir in seen}) == 4
     entries = {(e.config["row"], e.config["seed"]): e.result["bits_per_byte"] for e in store.entries()}
     assert entries == {("3:1", 0): 2.0, ("no convolution", 0): 2.1, ("3:1", 1): 2.01, ("no convolution", 1): 2.11}
@@ -126,6 +126,17 @@ def test_processes_share_the_runs_of_a_table(corpus, store, trained):
         assert not run_table(ablation, store, StopRequest())  # the rest is done, and that one left to whoever has it
     assert len(trained.asked) == 3 and store.finished(first) is None
     assert run_table(ablation, store, StopRequest()) and len(trained.asked) == 4
+
+
+def test_a_second_process_begins_with_another_program(corpus, store, trained):
+    ablation = Ablation(TABLE, ROWS, 2, {**corpus, "dtype": "float32"})
+    facts = read_corpus(ablation.runs()[0].settings)
+    first = ablation.runs()[0].config(facts)
+    elsewhere = RunStore(store.path, sources=SOURCES, runs=store.directory(first).parents[1])
+    with elsewhere.claim(first):
+        run_table(ablation, store, StopRequest())
+    seen = [(s.seed, s.overrides.get("conv_width", 4)) for s in trained.asked]
+    assert seen == [(0, 0), (1, 0), (1, 4)]
 
 
 def test_speeds_are_kept_unless_the_device_is_shared(corpus, store, trained):
@@ -176,12 +187,12 @@ def test_profiles_are_part_of_a_result_where_they_are_asked_for(corpus, store, t
 
 
 def test_the_report_compares_with_the_baseline(corpus, store, trained):
-    trained.answers.update({6: TrainingDiverged("the loss is nan"), 7: MemoryError("no room")})
+    trained.answers.update({8: TrainingDiverged("the loss is nan"), 3: MemoryError("no room")})
     ablation = Ablation(TABLE, (*ROWS, "1:1"), 3, {**corpus, "dtype": "float32"})
-    trained.answers[3] = 2.0  # 1:1, seed 0: the baseline's own
+    trained.answers[7] = 2.0  # 1:1, seed 0: the baseline's own
     assert not run_table(ablation, store, StopRequest())
     kept = [Path(s.workdir, CHECKPOINTS).exists() for s in trained.asked]
-    assert kept == [False] * 6 + [True] + [False] * 2  # what failed goes on when it is tried again
+    assert kept == [False] * 2 + [True] + [False] * 6  # what failed goes on when it is tried again
     text = "\n".join(report_ablation.section(TABLE, store.path))
     assert "| 3:1 | 2.0050 ± 0.0071 (2), 1 failed |  | 5.65 |  |  |  |" in text
     assert "| no convolution | 2.1100 ± 0.0100 (3) | +0.1000 ± 0.0000 | 5.7 | +0.050 | worse: as in the paper |" in text

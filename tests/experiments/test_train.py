@@ -162,6 +162,18 @@ def test_profiles_are_of_the_steps_asked_for_and_are_written_once(text, tmp_path
         dataclasses.replace(config, overrides={**QUICK, "scan_layers": True})
 
 
+def test_runs_that_differ_in_their_seed_share_their_programs(text, tmp_path, caplog):
+    said, found = [], []
+    for seed in range(2):
+        caplog.clear()
+        with jax.log_compiles():
+            settings = small_config(text, tmp_path / str(seed), seed=seed, overrides=QUICK, sample_tokens=0)
+            found.append(train(settings).validation_bits_per_byte)
+        said.append(caplog.text)
+    assert all(f"jit({name})" in said[0] for name in ("step", "sums"))
+    assert not any(f"jit({name})" in said[1] for name in ("step", "sums", "init_fn")) and found[0] != found[1]
+
+
 def test_a_finished_run_can_be_loaded_and_sampled(finished):
     result, config = finished
     model = load_model(result.workdir / "checkpoints")
