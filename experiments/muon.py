@@ -5,9 +5,11 @@ Newton-Schulz part is.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
@@ -39,7 +41,8 @@ def scale_by_momentum_and_shape(
         raise ValueError(f"adjust={adjust!r} is unknown; allowed: {', '.join(ADJUSTMENTS)}")
     heads = dict(heads or {})
 
-    def direction(path, update):
+    def matrices(path, update):
+        """Those of a leaf, [n, in, out]."""
         name = leaf_name(path)
         if update.ndim < 2:
             raise ValueError(f"Muon takes matrices [..., in, out]; {name} has shape {update.shape}")
@@ -47,20 +50,44 @@ def scale_by_momentum_and_shape(
         if update.shape[-1] % blocks:
             raise ValueError(f"heads={blocks} does not divide the {update.shape[-1]} columns of {name}")
         by_head = update.reshape(*update.shape[:-1], blocks, update.shape[-1] // blocks)
-        matrices = _orthogonalize(jnp.moveaxis(by_head, -2, -3))  # [..., blocks, in, out / blocks]
-        fan_in, fan_out = matrices.shape[-2:]
+        return jnp.moveaxis(by_head, -2, -3)  # [..., blocks, in, out / blocks]
+
+    def as_leaf(found, update):
+        fan_in, fan_out = found.shape[-2:]
         factor = 0.2 * max(fan_in, fan_out) ** 0.5 if adjust == "match_rms_adamw" else max(1, fan_out / fan_in) ** 0.5
-        return jnp.moveaxis(matrices * factor, -3, -2).reshape(update.shape)
+        return jnp.moveaxis(found * factor, -3, -2).reshape(update.shape)
+
+    def directions(updates, params):
+        leaves = jax.tree_util.tree_map_with_path(matrices, updates)
+        return jax.tree.map(as_leaf, _orthogonalize_all(leaves), updates)
 
     return optax.chain(
         optax.trace(momentum, nesterov=nesterov),
-        optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(direction, updates)),
+        optax.stateless(directions),
     )
 
 
 def leaf_name(path) -> str:
     """A leaf's path in dots, without the "value" that flax ends it with."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+def _orthogonalize_all(tree: Any) -> Any:
+    """Each of the matrices [..., in, out] in a tree, those of one size at once: a model's layers would else have
+    hundreds of small products to compile and to launch. On a mesh leaf by leaf, since each is laid out in its own way.
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return jax.tree.map(_orthogonalize, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    sizes = [leaf.shape[-2:] for leaf in leaves]
+    found: list[Any] = [None] * len(leaves)
+    for size in dict.fromkeys(sizes):
+        own = [i for i in range(len(leaves)) if sizes[i] == size]
+        stacks = [leaves[i].reshape(-1, *size) for i in own]
+        ends = np.cumsum([len(stack) for stack in stacks])
+        for i, stack in zip(own, jnp.split(_orthogonalize(jnp.concatenate(stacks)), ends[:-1]), strict=True):
+            found[i] = stack.reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, found)
 
 
 def _orthogonalize(matrices: jax.Array) -> jax.Array:

@@ -49,6 +49,18 @@ def test_muon_matches_torch(name, stacked):
         before = np.asarray(expected, np.float64)
 
 
+def test_matrices_of_one_size_do_not_see_each_other():
+    """They are orthogonalised at once; each must come out as it does alone, its blocks of heads too."""
+    muon = scale_by_momentum_and_shape(heads={"q": 2})
+    shapes = {"a": (4, 6), "b": (3, 4, 6), "c": (6, 4), "q": (4, 12), "z": (4, 6)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    tree = {name: 10.0**i * jax.random.normal(keys[i], shape) for i, (name, shape) in enumerate(shapes.items())}
+    together = muon.update(tree, muon.init(tree))[0]
+    for name, leaf in tree.items():
+        alone = muon.update({name: leaf}, muon.init({name: leaf}))[0][name]
+        assert_close(together[name], np.asarray(alone, np.float64), 2e-5, name)
+
+
 def test_muon_refuses_what_is_no_matrix():
     with pytest.raises(ValueError, match="Muon takes matrices.*scale has shape"):
         muon = scale_by_momentum_and_shape()
