@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Corpus:
         }
 
 
+_read: dict[Any, tuple[Any, np.ndarray, dict[str, int]]] = {}  # what `_load` has read last
 _last: dict[Any, Corpus] = {}
 
 
@@ -80,17 +81,22 @@ def load_corpus(data: str, tokenizer: Tokenizer, *, validation_data: str | None 
         whose name hashes below HELD_OUT_PERCENT are held out (of a token file: the documents at its end).
       seed: order of the training documents.
 
-    The last corpus is kept, and returned again while its files are as they were: runs in one process read it once.
+    The last corpus is kept, and returned again while its files are as they were: runs in one process read it once, and
+    only put its documents into another order for another seed.
 
     Raises:
       ValueError: a glob that matches nothing, an empty side of the split, or a token id outside the vocabulary.
     """
     sources = (data, validation_data, getattr(tokenizer, "path", None))
-    key = (*sources, seed, *map(_stamps, sources))
-    if key not in _last:
+    key = (*sources, *map(_stamps, sources))
+    if (key, seed) not in _last:
         _last.clear()  # first, for memory
-        _last[key] = _load(data, tokenizer, validation_data, seed)
-    return _last[key]
+        if key not in _read:
+            _read.clear()
+            _read[key] = _load(data, tokenizer, validation_data)
+        train, validation, domains = _read[key]
+        _last[key, seed] = Corpus(_shuffled(train, seed) if isinstance(train, list) else train, validation, domains)
+    return _last[key, seed]
 
 
 def held_out(name: str) -> bool:
@@ -113,24 +119,25 @@ def stdlib_documents() -> Iterator[Document]:
             yield Document(name, text)
 
 
-def _load(data: str, tokenizer: Tokenizer, validation_data: str | None, seed: int) -> Corpus:
+def _load(data: str, tokenizer: Tokenizer, validation_data: str | None):
+    """(the training documents' tokens, a list of them or the stream of a token file, validation stream, domains)."""
     domains = {}
     if validation_data is not None:
-        train = _stream(data, "data", tokenizer, seed)
+        train = _read_tokens(data, "data", tokenizer) if _is_token_file(data) else _encoded(data, "data", tokenizer)
         validation, domains = _validation(validation_data, tokenizer)
     elif _is_token_file(data):
         train, validation = _split_tokens(_read_tokens(data, "data", tokenizer))
     else:
         documents = list(_documents(data, "data"))
-        train = _tokenize([d for d in documents if not held_out(d.name)], tokenizer, seed)
-        validation = _tokenize([d for d in documents if held_out(d.name)], tokenizer, None)
+        train = _encode([d for d in documents if not held_out(d.name)], tokenizer)
+        validation = _joined(_encode([d for d in documents if held_out(d.name)], tokenizer))
     for side, tokens in (("training", train), ("validation", validation)):
         if len(tokens) == 0:
             raise ValueError(
                 f"data={data!r} leaves no {side} document: {HELD_OUT_PERCENT:g}% of the documents are held out, chosen "
                 "by a hash of their names; give more documents, or validation_data of its own"
             )
-    return Corpus(train, validation, domains)
+    return train, validation, domains
 
 
 def _documents(source: str, argument: str) -> Iterator[Document]:
@@ -155,8 +162,10 @@ def _validation(source: str, tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str
     """The stream, and how many tokens of it each domain has, if they are several."""
     paths = [] if _is_token_file(source) or source == "stdlib" else _paths(source)
     if not 1 < len(paths) <= DOMAINS:
-        return _stream(source, "validation_data", tokenizer, None), {}
-    streams = [_tokenize(list(_documents(glob.escape(path), "validation_data")), tokenizer, None) for path in paths]
+        if _is_token_file(source):
+            return _read_tokens(source, "validation_data", tokenizer), {}
+        return _joined(_encoded(source, "validation_data", tokenizer)), {}
+    streams = [_joined(_encoded(glob.escape(path), "validation_data", tokenizer)) for path in paths]
     for path, stream in zip(paths, streams, strict=True):
         if len(stream) == 0:
             raise ValueError(f"validation_data={source!r}: {path} holds no text; each of its files is a domain")
@@ -184,18 +193,22 @@ def _stamps(source: str | None) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((path, stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in found)
 
 
-def _tokenize(documents: list[Document], tokenizer: Tokenizer, seed: int | None) -> np.ndarray:
-    # Shuffled, or else neighbours in a folder would always share a row.
-    order: Callable[[int], np.ndarray] = np.arange if seed is None else np.random.default_rng(seed).permutation
+def _encode(documents: list[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     end = np.array([END_OF_DOCUMENT], np.uint8)
-    pieces = [part for i in order(len(documents)) for part in (tokenizer.encode(documents[i].text), end)]
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
+    return [np.concatenate([tokenizer.encode(document.text), end]) for document in documents]
 
 
-def _stream(source: str, argument: str, tokenizer: Tokenizer, seed: int | None) -> np.ndarray:
-    if _is_token_file(source):
-        return _read_tokens(source, argument, tokenizer)
-    return _tokenize(list(_documents(source, argument)), tokenizer, seed)
+def _encoded(source: str, argument: str, tokenizer: Tokenizer) -> list[np.ndarray]:
+    return _encode(list(_documents(source, argument)), tokenizer)
+
+
+def _joined(documents: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(documents) if documents else np.zeros(0, np.uint8)
+
+
+def _shuffled(documents: list[np.ndarray], seed: int) -> np.ndarray:
+    """In an order of their own, or else neighbours in a folder would always share a row."""
+    return _joined([documents[i] for i in np.random.default_rng(seed).permutation(len(documents))])
 
 
 def _is_token_file(source: str) -> bool:

@@ -79,7 +79,13 @@ def test_sizes_are_what_they_are_called_and_grow_in_depth_and_width():
 def test_models_of_a_size_differ_in_nothing_else():
     study = Study(seeds=2, fields={"dtype": "bfloat16"})
     runs = study.runs()
-    assert [r.name for r in runs[:5]] == ["mla 4M, seed 0", "mla 4M, seed 1", "hybrid 4M, seed 0", "hybrid 4M, seed 1", "block 4M, seed 0"]
+    assert [r.name for r in runs[:5]] == [
+        "mla 4M, seed 0",
+        "mla 4M, seed 1",
+        "hybrid 4M, seed 0",
+        "hybrid 4M, seed 1",
+        "block 4M, seed 0",
+    ]
     assert len(runs) == len({r.name for r in runs}) == 4 * 4 * 2 and runs[8].name == "mla 7M, seed 0"
     for run in runs:
         s, size = run.settings, SIZES[run.what["size"]]

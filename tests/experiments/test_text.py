@@ -107,7 +107,9 @@ def test_a_corpus_is_read_again_when_its_files_or_the_seed_change(tmp_path):
     pattern = write_files(tmp_path, 60)
     corpus = load_corpus(pattern, BYTES)
     assert load_corpus(pattern, BYTES) is corpus
-    assert load_corpus(pattern, BYTES, seed=1) is not corpus
+    other = load_corpus(pattern, BYTES, seed=1)
+    assert other is not corpus and other.train_sha256 != corpus.train_sha256
+    assert sorted(documents_of(other.train)) == sorted(documents_of(corpus.train))
     again = load_corpus(pattern, BYTES)
     (tmp_path / "000.txt").write_text("something else")
     changed = load_corpus(pattern, BYTES)
