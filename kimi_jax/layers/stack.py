@@ -84,17 +84,21 @@ class LayerStack(nnx.Module):
         self.num_layers, self.residual, self.remat = n, residual, remat
         unit = residual.block_size // 2 if residual.whole_blocks else 1
         self.repetition = rep = find_repetition(kinds, unit) if scan else Repetition(n, 0, 0)
-        self.lead = nnx.List([make_layer(index, rngs) for index in range(rep.lead)])
+        key = rngs.params()
+
+        def make(index, place):  # parameters are drawn by a layer's place, whether it is one of a group or not
+            return make_layer(index, nnx.Rngs(jax.random.fold_in(key, place)))
+
+        self.lead = nnx.List([make(index, index) for index in range(rep.lead)])
         self.group = nnx.List()  # the layers of one period, each with the parameters of all groups stacked
         if rep.count:
 
-            @nnx.split_rngs(splits=rep.count)
             @nnx.vmap
-            def make_groups(rngs):
-                return nnx.List([make_layer(rep.lead + offset, rngs) for offset in range(rep.period)])
+            def make_groups(start):
+                return nnx.List([make(rep.lead + offset, start + offset) for offset in range(rep.period)])
 
-            self.group = make_groups(rngs)
-        self.tail = nnx.List([make_layer(index, rngs) for index in range(rep.end, n)])
+            self.group = make_groups(rep.lead + rep.period * jnp.arange(rep.count))
+        self.tail = nnx.List([make(index, index) for index in range(rep.end, n)])
 
     def __call__(
         self,

@@ -1,5 +1,6 @@
 """The whole model: its baseline at step 0, what rows and documents may know of each other, the loss, the balancer."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -36,6 +37,18 @@ def step_zero(**fields):
             if not any("mix" in str(part) for part in path)
         }
         return np.asarray(logits), gradients
+
+
+def test_scanning_draws_the_same_parameters():
+    """A seed says where a run begins, whether layers are stacked or not."""
+    config = small_config(num_layers=5, mla_every=2, **EXPERTS)
+    plain, scanned = (KimiLM(dataclasses.replace(config, scan_layers=scan), rngs=nnx.Rngs(3)) for scan in (False, True))
+    assert scanned.layers.repetition.count > 1
+    for layer in range(5):
+        leaves, stacked = (jax.tree.leaves(nnx.state(model.layers.layer(layer))) for model in (plain, scanned))
+        for leaf, other in zip(leaves, stacked, strict=True):
+            np.testing.assert_array_equal(leaf, other)
+    np.testing.assert_array_equal(plain.embedding[...], scanned.embedding[...])
 
 
 @pytest.mark.parametrize("residual, block_size", [("full_attn_res", 2), ("block_attn_res", 2), ("block_attn_res", 100)])
