@@ -21,7 +21,8 @@ def attn_res_put(bank, row, count, *, replayed: bool = False) -> tuple[jax.Array
     Args:
       bank: a sequence of N arrays of one shape `[..., D]` and dtype; its first `count` rows are live.
       row: `[..., D]`, of that dtype.
-      count: int32 scalar, from 0 to N - 1. N or more leaves the bank as it is.
+      count: int32 scalar, from 0 to N - 1. N or more is no place: the bank stays as it is, and what row gets as its
+        cotangent means nothing.
       replayed: the bank, from which a forward pass is made again, has the row and all later ones already. Nothing is
         written, and row gets the cotangent of its place.
 

@@ -53,12 +53,13 @@ def test_field_CK06():
 
     Without outliers (1.0 in place of 80.0) the factor is 1.00 to 1.02: rounding costs what they make it cost.
     """
-    errors = []
+    exact_model, errors = slow_hybrid(), []
+    tokens = tokens_for(exact_model.config, 1, T)
+    exact = states(*nnx.split(exact_model), tokens)
     for keep in (SENSITIVE, ALL_BUT_LINEARS):
-        model = slow_hybrid()
-        exact = states(*nnx.split(model), tokens_for(model.config, 1, T))
+        model = nnx.clone(exact_model)
         round_weights(model, keep=keep)
-        rounded = states(*nnx.split(model), tokens_for(model.config, 1, T))
+        rounded = states(*nnx.split(model), tokens)
         errors.append(np.array([rel_l2(*pair) for pair in zip(rounded, exact, strict=True)]))
     by_default, all_linears = errors
     assert (by_default < 0.05).all() and (all_linears > 2 * by_default).all()
@@ -127,18 +128,16 @@ def test_activations_are_rounded_per_token_before_each_matrix_that_is(monkeypatc
         sensitive = [id(t.variable) for name, t in official_tensors(model).items() if name.endswith(SENSITIVE)]
         tokens = tokens_for(model.config, 2, 9)
         found = nnx.jit(round_activations(logits_of))(model, tokens)
-        plain = jax.jit(model.__call__)(tokens)
         for module in (kda, mla, feed_forward, moe, model_module):
             monkeypatch.setattr(module, "project", rounding_project)
         monkeypatch.setattr(jax.lax, "ragged_dot", lambda x, w, **options: ragged_dot(rounded(x), w, **options))
         expected = jax.jit(lambda tokens: model(tokens))(tokens)
     assert met.count(True) > 10 and met.count(False) > 3
     assert_close(found, expected, 1e-9)
-    assert rel_l2(found, plain) > 1e-3
 
 
 def test_scanned_and_recomputed_layers_are_rounded_alike():
-    fields = dict(num_layers=3, mla_every=1, residual="full_attn_res", remat="layer")
+    fields = dict(num_layers=2, mla_every=1, residual="standard", remat="layer")
     scanned, model = (small_model(small_config(scan_layers=scan, **fields)) for scan in (True, False))
     assert scanned.layers.repetition.count > 1
     there = official_tensors(scanned)

@@ -42,9 +42,17 @@ WITH_IDENTITY = [
     Case("mhc", dict(residual="mhc", depth_streams=3)),
 ]
 CASES = [*WITH_IDENTITY, WINDOW]
+# Of one place alone test_depth_variants.py shows the same.
+WEIGHTS_ALONE = ("heads", "sigmoid", "no_key_norm", "dense_former", "softmax1")
 
 
-@pytest.mark.parametrize("case", [*WITH_IDENTITY, SOFTMAX1], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case.name in WEIGHTS_ALONE else ())
+        for case in (*WITH_IDENTITY, SOFTMAX1)
+    ],
+)
 def test_step_zero_equals_the_prenorm_baseline(case):
     """In float64 with eps 1e-12: all that a fresh site may change is the scale of what the next norm reads."""
     logits, gradients = step_zero(**case.fields)

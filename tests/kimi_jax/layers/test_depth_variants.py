@@ -11,6 +11,7 @@ from flax import nnx
 
 from kimi_jax.layers.depth_variants import VariantMix, Weighing
 from kimi_jax.layers.residuals import DepthState
+from tests.kimi_jax.layers.layer_support import call
 from tests.support import BF16_FORWARD, assert_close
 
 N, D, EPS, MOST_SOURCES = 5, 12, 1e-5, 8
@@ -170,7 +171,7 @@ def test_a_fresh_site_weighs_all_sources_alike(case):
     with jax.enable_x64(True):
         graphdef, params = nnx.split(site_of(case))
         state = DepthState(tuple(v[:-1]), jnp.asarray(v[-1]))
-        out, pull_back = jax.vjp(lambda params: nnx.merge(graphdef, params)(state), params)
+        out, pull_back = jax.vjp(jax.jit(lambda params: nnx.merge(graphdef, params)(state)), params)
         assert_close(out, case.step_zero * v.sum(0), 1e-14)
         bars = nnx.merge(graphdef, pull_back(jnp.asarray(np.random.default_rng(2).normal(size=out.shape)))[0])
         first = next(name for name in ("query", "query_proj", "scalars") if hasattr(bars, name))
@@ -192,7 +193,7 @@ def test_bfloat16_sources_are_mixed_in_float32_and_rounded_once(case):
     values = values_of(site, rng)
     nnx.update(site, nnx.from_flat_state([((name,), nnx.Param(jnp.asarray(x))) for name, x in values.items()]))
     v = jnp.asarray(rng.normal(size=(N, 2, 3, D)), jnp.bfloat16)
-    out = site(DepthState(tuple(v[:-1]), v[-1]))
+    out = call(site, DepthState(tuple(v[:-1]), v[-1]))
     assert out.dtype == jnp.bfloat16 and out.shape == (2, 3, D)
     exact = case.formula(np.asarray(v, np.float64), {name: np.asarray(x, np.float64) for name, x in values.items()})
     if case.name == "hidden":  # its query is itself a product in bfloat16
@@ -206,7 +207,11 @@ def test_nothing_in_float32_is_kept_for_the_backward_pass(case):
     """Of the size of a source, that is; the sources themselves are kept as they are."""
     graphdef, params = nnx.split(site_of(case, jnp.float32))
     v = [jnp.ones((64, D), jnp.bfloat16)] * N
-    pull_back = jax.vjp(lambda params, v: nnx.merge(graphdef, params)(DepthState(tuple(v[:-1]), v[-1])), params, v)[1]
+
+    def mix(params, v):
+        return nnx.merge(graphdef, params)(DepthState(tuple(v[:-1]), v[-1]))
+
+    pull_back = jax.eval_shape(lambda params, v: jax.vjp(mix, params, v)[1], params, v)
     large = [leaf for leaf in jax.tree.leaves(pull_back) if getattr(leaf, "size", 0) >= 64 * D]
     assert large and all(leaf.dtype == jnp.bfloat16 for leaf in large)
 

@@ -42,9 +42,9 @@ def mla_layer():
     return randomise(MLA(HIDDEN, num_heads=8, **sizes, output_gate=True, rngs=nnx.Rngs(0)))
 
 
-def rope_layer():
-    sizes = dict(kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4, v_dim=8)
-    return randomise(MLA(HIDDEN, num_heads=8, **sizes, rope_theta=5.0, rngs=nnx.Rngs(0)))
+def rope_softmax1_layer():
+    options = dict(kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4, v_dim=8, rope_theta=5.0, softmax1=True)
+    return randomise(MLA(HIDDEN, num_heads=8, **options, rngs=nnx.Rngs(0)))
 
 
 def feed_forward_layer():
@@ -71,7 +71,7 @@ LAYERS = (kda_layer, grouped_kda_layer, mla_layer, feed_forward_layer, moe_layer
 CASES = [Case(kda_layer, dict(tensor=tp), AxisType.Auto) for tp in (2, 4, 8)]
 CASES += [Case(build, ALL_AXES, kind) for build in LAYERS for kind in (AxisType.Auto, AxisType.Explicit)]
 CASES = [pytest.param(case, id=case.name) for case in CASES]
-OTHERS = [Case(build, ALL_AXES, AxisType.Explicit) for build in (gated_delta_net_layer, rope_layer)]
+OTHERS = [Case(build, ALL_AXES, AxisType.Explicit) for build in (gated_delta_net_layer, rope_softmax1_layer)]
 CASES += [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive) for case in OTHERS]
 
 

@@ -12,7 +12,10 @@ from tests.support import BF16_FORWARD, F32_FORWARD, F32_GRADIENT, assert_close,
 
 HIDDEN, HEADS, NOPE, ROPE, V, LATENT = 12, 3, 4, 2, 5, 6
 NOPE_VARIANTS = {"kimi_linear": {}, "kimi_k3": dict(q_lora_rank=7, output_gate=True), "wide_values": dict(v_dim=9)}
-VARIANTS = NOPE_VARIANTS | {"rope": dict(qk_rope_dim=4, rope_theta=5.0), "softmax1": dict(softmax1=True)}
+OTHERS = {"rope": dict(qk_rope_dim=4, rope_theta=5.0), "softmax1": dict(softmax1=True)}
+BOTH = {"rope_softmax1": OTHERS["rope"] | OTHERS["softmax1"]}
+VARIANTS = NOPE_VARIANTS | OTHERS | BOTH
+IN_TURN = [*NOPE_VARIANTS, *BOTH, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 
 
 @functools.cache
@@ -55,7 +58,7 @@ def by_hand(mla, x_TD):
     return o @ w["o"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", IN_TURN)
 def test_equals_the_equations(variant):
     mla, x = layer(variant), inputs(2, 9, HIDDEN)
     y, cache = call(mla, x)
@@ -64,7 +67,7 @@ def test_equals_the_equations(variant):
         assert_close(y[row], by_hand(mla, x[row]), F32_FORWARD, f"row {row}")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", IN_TURN)
 def test_packed_documents_equal_separate_ones(variant):
     mla, x = layer(variant), inputs(1, 12, HIDDEN)
     ids = jnp.asarray([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]])
@@ -98,7 +101,7 @@ def test_padding_gives_exact_zeros_whatever_it_holds(variant):
     assert_close(y[0, 2:5], call(mla, x[:1, 2:5])[0][0], F32_FORWARD, "valid tokens")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", IN_TURN)
 def test_prefill_then_decode_equals_the_whole(variant):
     mla, x = layer(variant), inputs(2, 10, HIDDEN)
     whole, _ = call(mla, x)
