@@ -111,11 +111,11 @@ class RunStore:
         started = time.monotonic()
         try:
             result = run()
+            return None if result is None else self.record(config, result, seconds=time.monotonic() - started)
         except Exception as error:
             logging.debug("where it happened: %s", traceback.format_exc())
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             return self.record_failure(config, reason, seconds=time.monotonic() - started)
-        return None if result is None else self.record(config, result, seconds=time.monotonic() - started)
 
     @contextmanager
     def claim(self, config: Mapping[str, Any]) -> Iterator[bool]:

@@ -159,8 +159,11 @@ class ModelConfig:
             inside = all(0 <= layer < self.num_layers for layer in self.mla_layers)
             rising = list(self.mla_layers) == sorted(set(self.mla_layers))
             self._require("mla_layers", inside and rising, f"rising 0-based indices below num_layers={self.num_layers}")
-        self._require("mla_softmax1", "mla" in self.layer_kinds or not self.mla_softmax1,
-                      "no layer is MLA; leave it False, or choose mla_every or mla_layers")  # fmt: skip
+        idle = {"mla_softmax1": ("mla", False), "mla_rope_theta": ("mla", None), "kda_gate": ("kda", "channel")}
+        for field, (kind, plain) in idle.items():
+            used = kind in self.layer_kinds or getattr(self, field) == plain
+            what = f"no layer is {kind.upper()}; leave it {plain!r}, or choose mla_every or mla_layers"
+            self._require(field, used, what)
         if self.num_experts:
             self._require("top_k", 1 <= self.top_k <= self.num_experts, f"1 to num_experts={self.num_experts}")
             self._require("expert_width", self.expert_width >= 1, "at least 1 where there are experts")

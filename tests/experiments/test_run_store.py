@@ -33,6 +33,12 @@ def test_a_finished_run_is_found_again_whatever_the_order_of_its_fields(tree):
     assert open_store(tree).finished(CONFIG | {"seed": 1}) is None
 
 
+def test_a_result_that_is_no_json_fails_its_own_run_alone(tree):
+    store = open_store(tree)
+    entry = store.attempt(CONFIG, lambda: {"kurtosis": float("nan")})
+    assert entry.error.startswith("ValueError: Out of range float values") and store.finished(CONFIG) is None
+
+
 def test_a_run_is_made_by_one_process_at_a_time(tree):
     here, there = open_store(tree), open_store(tree)  # locks tell open files apart, as they do processes
     with here.claim(CONFIG) as mine, there.claim(CONFIG) as theirs, there.claim(CONFIG | {"seed": 1}) as other:

@@ -76,6 +76,8 @@ BAD_FIELDS = [
     Bad("no_depth_heads", dict(depth_heads=0), r"depth_heads=0 .*at least 1"),
     Bad("depth_weights", dict(depth_weights="relu"), r"depth_weights='relu' .*softmax.*sigmoid.*static.*dense_former"),
     Bad("mla_softmax1", dict(mla_softmax1=True, mla_every=0), r"mla_softmax1=True .*no layer is MLA"),
+    Bad("positions_of_none", dict(mla_rope_theta=1e4, mla_every=0), r"mla_rope_theta=10000.0 .*no layer is MLA"),
+    Bad("gates_of_none", dict(kda_gate="head", mla_every=1), r"kda_gate='head' .*no layer is KDA.*'channel'"),
     Bad("two_phases_of_softmax1", dict(depth_weights="softmax1", depth_two_phase=True), r"depth_two_phase.*softmax1"),
     Bad("depth_query", dict(depth_query="token"), r"depth_query='token' .*parameter.*hidden"),
     Bad("depth_window", dict(depth_window=0), r"depth_window=0 .*None or at least 1"),

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.attn_res import attn_res, attn_res_reference
 from tests.pallas_kernels.attn_res_support import as_form, make_problem, value_and_grads
+from tests.quick_compile import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import (
     BF16_FORWARD,
     BF16_GRADIENT,

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attn_res import attn_res
+from tests.quick_compile import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 N, B, T, D = 3, 4, 6, 16

@@ -24,6 +24,7 @@ from tests.pallas_kernels.field_support import (
     written,
 )
 from tests.pallas_kernels.kda_support import Tokens, base, check, run, unit
+from tests.quick_compile import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import (
     BF16_FORWARD,
     BF16_GRADIENT,

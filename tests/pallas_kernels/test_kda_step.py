@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import kda, kda_reference, kda_step
 from tests.pallas_kernels.kda_support import BOUNDED, SOFTPLUS, Tokens, base, run
+from tests.quick_compile import quick_compile  # noqa: F401 (a fixture for all tests here)
 from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
 
 
