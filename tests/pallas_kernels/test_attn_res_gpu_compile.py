@@ -99,6 +99,22 @@ def test_no_source_is_copied():
     assert not re.search(r"concatenate.*x7168xbf16", text) and "tensor<9x" not in text
 
 
+def test_sites_of_nearly_as_many_sources_share_their_kernels():
+    """Lowering one takes seconds, and in an unrolled model every site has one source more."""
+    x, vector = jax.ShapeDtypeStruct((40, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.float32)
+
+    def sites(sources, query):
+        def loss(sources):
+            for n in (10, 11, 12):
+                h, passed = attn_res(sources[:n], query, return_sources=True, backend="mosaic_gpu")
+                sources = (*passed, *sources[n:])
+            return jnp.sum(h.astype(jnp.float32))
+
+        return jax.grad(loss)(sources)
+
+    assert kernels(lower_for_hopper(sites, (x,) * 12, vector)) == 2
+
+
 def test_x64_changes_nothing():
     with jax.enable_x64(True):
         arrays, count = arguments(Call("x64", 7, 1024, form="buffer", count=True, norm=True))

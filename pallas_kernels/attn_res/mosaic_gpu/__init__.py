@@ -19,8 +19,6 @@ from ..kernels import Machine, common_limits
 __all__ = ["MACHINE", "gpu_limits"]
 
 MOST_CHANNELS = 8192
-
-
 EXACT = 9  # sources, up to which every number has kernels of its own: those are quick to lower, and common
 
 
