@@ -42,7 +42,7 @@ def scale_by_momentum_and_shape(
     heads = dict(heads or {})
 
     def matrices(path, update):
-        """Those of a leaf, [n, in, out]."""
+        """Those of a leaf."""
         name = leaf_name(path)
         if update.ndim < 2:
             raise ValueError(f"Muon takes matrices [..., in, out]; {name} has shape {update.shape}")
