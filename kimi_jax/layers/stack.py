@@ -321,8 +321,9 @@ def _scan_with_recompute(residual, graphdefs, pieces, params, state, ids):
                 return run_piece(piece, params, bank, sum_, count, ids, replayed=True)[:2]
 
             piece_bar, *bars = jax.vjp(call, params[piece], final_bank, sum_)[1](bars)
-            # All of them before anything of the piece before: else the bank's may wait, with all that they need.
-            return jax.lax.optimization_barrier(tuple(bars)), piece_bar
+            # All of them before anything of the piece before: else those of the bank, or of matrices, may wait, and
+            # with them all that they need.
+            return jax.lax.optimization_barrier((tuple(bars), piece_bar))
 
         (bank_bar, sum_bar), params_bar = jax.lax.scan(step, (bank_bar, sum_bar), (params, kept), reverse=True)
         return params_bar, bank_bar, sum_bar, None, None
