@@ -6,9 +6,9 @@
 
 The tables are in configs/, one file each. A finished run is read from results/TABLE.json and never repeated; one that
 was stopped goes on from its directory under runs/. All runs of a table are of one corpus: another one is refused. The
-same command on another device (CUDA_VISIBLE_DEVICES=1), started meanwhile, shares the runs that are left; on the same
-device it would slow them, by compiling if by nothing else. Rows come one after the other with all their seeds, which
-compile once: --seeds=1 first, then more, gives a whole table early.
+same command on another device (CUDA_VISIBLE_DEVICES=1), started meanwhile, shares the runs that are left. Several times
+on one device, with --take_turns each, they compile beside one another and train one at a time. Rows come one after the
+other with all their seeds, which compile once: --seeds=1 first, then more, gives a whole table early.
 """
 
 import dataclasses
@@ -60,13 +60,13 @@ class Ablation:
         return TrainingRun(f"{row}, seed {seed}", {**what, "training": training}, settings)
 
 
-def run_table(ablation: Ablation, store: RunStore, stop: StopRequest, *, beside_others: bool = False) -> bool:
+def run_table(ablation: Ablation, store: RunStore, stop: StopRequest, *, take_turns: bool = False) -> bool:
     """`make_runs` for a table: True if nothing is left, False if it was stopped before or a run failed.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
     runs = ablation.runs()
-    return make_runs(runs, read_corpus(runs[0].settings), store, stop, beside_others=beside_others)
+    return make_runs(runs, read_corpus(runs[0].settings), store, stop, take_turns=take_turns)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
         store = RunStore(values.out or f"results/{table.name}.json", sources=SOURCES, command=command, runs=values.runs)
         keep_programs(values.runs)
         with StopRequest(values.limit_minutes) as stop:
-            done = run_table(ablation, store, stop, beside_others=values.beside_others)
+            done = run_table(ablation, store, stop, take_turns=values.take_turns)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"{'all' if done else 'not all'} of the runs asked for are in {store.path}")
@@ -101,7 +101,9 @@ if __name__ == "__main__":
         flags.DEFINE_integer(name, None, "In place of the table's.")
     flags.DEFINE_float("learning_rate", None, "In place of the table's.")
     flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Default: float32 on a CPU, else bfloat16.")
-    flags.DEFINE_bool("beside_others", False, "Other processes work on the same device: speeds are not kept.")
+    flags.DEFINE_bool(
+        "take_turns", False, "Compile beside other processes on this device, and train in turn with them."
+    )
     flags.DEFINE_float("limit_minutes", float("inf"), "Stop then; the same command goes on.")
     flags.DEFINE_string("out", None, "Where results are kept (default: results/TABLE.json).")
     flags.DEFINE_string("runs", "runs", "Where unfinished runs are kept.")

@@ -29,9 +29,9 @@ from experiments import (
     benchmark_decode,
     benchmark_kda_gpu,
     benchmark_step,
-    gpu_timing,
     tpu_schedule,
     tpu_schedule_attn_res,
+    turns,
 )
 from experiments.benchmark_suites import SUITES, card, versions
 from experiments.files import replace_text
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
         if _CASES.value and case.name not in _CASES.value:
             continue
         result = measure(_SUITE.value, cases=(case,), **options)
-        with gpu_timing.alone():
+        with turns.alone():
             write(module.merge(json.loads(path.read_text()) if path.exists() else {}, result), path)
         print(table(result), flush=True)
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from experiments import gpu_timing
 from experiments.benchmark_suites import check_difference, with_gradient, worst_difference
-from experiments.gpu_timing import Run, alone, fla_is_here, in_turns, numbers, repeated
+from experiments.gpu_timing import Run, fla_is_here, in_turns, numbers, repeated
+from experiments.turns import alone
 from pallas_kernels import attn_res, attn_res_reference, which_backend
 
 __all__ = ["CASES", "IMPLEMENTATIONS", "Case", "attn_res_suite", "merge"]

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments import gpu_timing
-from experiments.gpu_timing import Run, alone, in_turns, over
+from experiments.gpu_timing import Run, in_turns, over
+from experiments.turns import alone
 from kimi_jax import KimiLM, ModelConfig, get_config
 from kimi_jax.cache import set_length
 

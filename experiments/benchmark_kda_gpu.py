@@ -25,7 +25,8 @@ import numpy as np
 
 from experiments import gpu_timing
 from experiments.benchmark_suites import check_difference, with_gradient, worst_difference
-from experiments.gpu_timing import Run, alone, fla_is_here, in_turns, numbers, repeated
+from experiments.gpu_timing import Run, fla_is_here, in_turns, numbers, repeated
+from experiments.turns import alone
 from pallas_kernels import kda, kda_reference, kda_step, which_backend
 
 __all__ = ["CASES", "IMPLEMENTATIONS", "Case", "kda_gpu", "merge"]

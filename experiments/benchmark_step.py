@@ -18,10 +18,11 @@ import jax.numpy as jnp
 
 from experiments import gpu_timing
 from experiments.benchmark_suites import check_difference
-from experiments.gpu_timing import Run, alone, in_turns, over
+from experiments.gpu_timing import Run, in_turns, over
 from experiments.input_pipeline import Batch
 from experiments.train_config import TrainConfig
 from experiments.train_state import start_training
+from experiments.turns import alone
 
 __all__ = ["CASES", "IMPLEMENTATIONS", "Case", "merge", "train_step_suite"]
 

@@ -1,19 +1,15 @@
-"""What the suites on a GPU share: programs timed in turns, one process at a time, also beside PyTorch's."""
+"""What the suites on a GPU share: programs timed in turns, also beside PyTorch's."""
 
-import fcntl
 import importlib.util
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Run", "alone", "fla_is_here", "in_turns", "merge", "numbers", "over", "repeated"]
+__all__ = ["Run", "fla_is_here", "in_turns", "merge", "numbers", "over", "repeated"]
 
 REPEAT_S = 0.03  # of one measurement, which is as many calls
 
@@ -22,15 +18,6 @@ REPEAT_S = 0.03  # of one measurement, which is as many calls
 class Run:
     call: Callable[[int], None]  # makes so many calls, and returns when the device has finished them
     steps: int = 1  # of a call
-
-
-@contextmanager
-def alone(*, or_with_others: bool = False) -> Iterator[None]:
-    """Until it ends, no other process of this machine is inside. or_with_others: but for those that said so too, such
-    as compilations, which may go side by side and must not disturb what is timed."""
-    with Path(tempfile.gettempdir(), "kimi_jax_benchmark.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if or_with_others else fcntl.LOCK_EX)
-        yield
 
 
 def fla_is_here() -> bool:

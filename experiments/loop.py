@@ -6,11 +6,13 @@ import functools
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from tqdm import tqdm
@@ -30,6 +32,7 @@ from experiments.tokenization import get_tokenizer
 from experiments.train_config import TrainConfig
 from experiments.train_state import TrainState, start_training
 from experiments.trigram import Trigram
+from experiments.turns import turn
 from kimi_jax.checkpoints import Checkpoints, require_same_config
 from kimi_jax.sharding import make_mesh, partition_spec
 
@@ -52,11 +55,12 @@ class TrainingDiverged(RuntimeError):
     """The loss or the gradient became NaN or infinite."""
 
 
-def train(config: TrainConfig, *, limit_minutes: float = math.inf) -> TrainResult:
+def train(config: TrainConfig, *, limit_minutes: float = math.inf, take_turns: bool = False) -> TrainResult:
     """Run, or go on with, the run of config.workdir.
 
     A run that was killed at any moment goes on from its last checkpoint and repeats the losses of an undisturbed run
     bit for bit (on one kind of machine and mesh). SIGTERM, Ctrl-C and the limit end it cleanly behind the current step.
+    With take_turns it compiles beside other processes on the device, and trains when none of those that said so does.
 
     Raises:
       ValueError: settings that do not fit together, or that differ from those the run began with.
@@ -71,7 +75,7 @@ def train(config: TrainConfig, *, limit_minutes: float = math.inf) -> TrainResul
         return TrainResult(workdir, True, **result)
     mesh = make_mesh(sizes) if (sizes := config.mesh_sizes()) else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext(), StopRequest(limit_minutes) as stop:
-        return _Run(config, workdir, mesh).go(stop)
+        return _Run(config, workdir, mesh).go(stop, take_turns)
 
 
 class _Run:
@@ -101,14 +105,17 @@ class _Run:
             "data": {"train_sha256": self.corpus.train_sha256},
         }
 
-    def go(self, stop: StopRequest) -> TrainResult:
+    def go(self, stop: StopRequest, take_turns: bool) -> TrainResult:
         config = self.config
         state, first = self._restore_or_begin()
+        if take_turns:  # compiled before its turn; the step is by being done once
+            self.evaluate(state.model(), [next(self._validation_batches(self.corpus.validation))], self.bytes_per_token)
         self._introduce(first)
         metrics = MetricsWriter(self.workdir, from_step=first)
         interval = 0.2 if sys.stderr.isatty() else 10  # seconds; a log file keeps every update
         with (
             contextlib.closing(metrics),
+            contextlib.ExitStack() as own_turn,
             tqdm(
                 total=config.steps,
                 initial=first,
@@ -122,6 +129,9 @@ class _Run:
             for step in range(first + 1, config.steps + 1):
                 state, values = self.training.step(state, self._put(Batch(**next(self.batches))))
                 pending.flush()
+                if take_turns and step == first + 1:
+                    own_turn.enter_context(turn(lambda: stop.requested))
+                    pending.restart_clock()
                 pending.set(step, values)
                 last = step == config.steps
                 evaluates = last or (config.eval_every and step % config.eval_every == 0)
@@ -166,16 +176,18 @@ class _Run:
         return jax.device_put(batch, NamedSharding(self.mesh, partition_spec(("batch", None), self.mesh)))
 
     def _evaluate(self, state: TrainState, step: int, metrics: MetricsWriter, bar: tqdm) -> None:
-        model, config = state.model(), self.config
-        found = {}
+        model, found = state.model(), {}
         for name, tokens in self.validation.items():
-            batches = validation_batches(tokens, sequence_length=config.sequence_length, batch_size=config.batch_size)
-            found[name] = self.evaluate(model, batches, self.bytes[name] / len(tokens))
+            found[name] = self.evaluate(model, self._validation_batches(tokens), self.bytes[name] / len(tokens))
         bits = self._together(found)
         by_domain = {_of_domain(name): x for name, x in found.items()} if self.corpus.domains else {}
         metrics.write(step, **{VALIDATION: bits}, **by_domain)
         said = ", ".join(f"{name} {found[name]:.4f}" for name in self.corpus.domains)
         bar.write(f"step {step:>6}   validation {bits:.4f} bits per byte" + (f" ({said})" if said else ""))
+
+    def _validation_batches(self, tokens: np.ndarray) -> Iterator[Batch]:
+        config = self.config
+        return validation_batches(tokens, sequence_length=config.sequence_length, batch_size=config.batch_size)
 
     def _profile(self, state: TrainState) -> dict[str, Any]:
         """Of the first rows of the validation text."""

@@ -32,13 +32,13 @@ FIELDS = ("data", "validation_data", "tokenizer", "batch_size", "sequence_length
 
 
 def run_study(
-    study: Study, corpus: CorpusFacts, store: RunStore, stop: StopRequest, *, beside_others: bool = False
+    study: Study, corpus: CorpusFacts, store: RunStore, stop: StopRequest, *, take_turns: bool = False
 ) -> bool:
     """`make_runs` for the study: True if nothing is left, False if it was stopped before or a run failed.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
-    return make_runs(study.runs(), corpus, store, stop, beside_others=beside_others)
+    return make_runs(study.runs(), corpus, store, stop, take_turns=take_turns)
 
 
 def plan(study: Study, corpus: CorpusFacts, store: RunStore) -> str:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             return
         keep_programs(values.runs)
         with StopRequest(values.limit_minutes) as stop:
-            done = run_study(study, corpus, store, stop, beside_others=values.beside_others)
+            done = run_study(study, corpus, store, stop, take_turns=values.take_turns)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"{'all' if done else 'not all'} of the runs asked for are in {store.path}")
@@ -107,7 +107,10 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
         "dtype", None, ["float32", "bfloat16"], "Default: float32 on a CPU, else bfloat16.", flag_values=values
     )
     flags.DEFINE_bool(
-        "beside_others", False, "Other processes work on the same device: speeds are not kept.", flag_values=values
+        "take_turns",
+        False,
+        "Compile beside other processes on this device, and train in turn with them.",
+        flag_values=values,
     )
     flags.DEFINE_float("limit_minutes", math.inf, "Stop then; the same command goes on.", flag_values=values)
     flags.DEFINE_bool("plan", False, "Only say what is finished and what is left.", flag_values=values)

@@ -77,7 +77,7 @@ def training_fields(settings: TrainConfig, *, without: Sequence[str] = ()) -> di
 
 
 def make_runs(
-    runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest, *, beside_others: bool = False
+    runs: Sequence[TrainingRun], corpus: CorpusFacts, store: RunStore, stop: StopRequest, *, take_turns: bool = False
 ) -> bool:
     """Do what is missing; True if nothing is left, False if it was stopped before, a run failed or is still being made.
 
@@ -89,7 +89,7 @@ def make_runs(
     "training_tokens"} or {"ended": "diverged", "why"}; where the card's peak is known, with "mfu", model FLOPs
     utilisation; where the validation text has domains, with "domains": {name: {"bits_per_byte",
     "trigram_bits_per_byte"}}; with profile_every, with "profiles": those of `depth_profile`, each with its "step". With
-    beside_others the speeds are left out: the device was not theirs alone.
+    take_turns this process compiles beside others on its device, and trains when none of those that said so does.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
@@ -106,7 +106,7 @@ def make_runs(
             print(f"[{len(left)} left] {store.path.stem}: {run.name}", flush=True)
             config = run.config(corpus)
             directory = store.directory(config)
-            train_it = functools.partial(_train, run.settings, corpus, directory, stop, not beside_others)
+            train_it = functools.partial(_train, run.settings, corpus, directory, stop, take_turns)
             entry = store.attempt(config, train_it)
         if entry is None:
             return False
@@ -149,17 +149,17 @@ def require_same_corpus(corpus: CorpusFacts, store: RunStore) -> None:
 
 
 def _train(
-    settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: StopRequest, alone: bool
+    settings: TrainConfig, corpus: CorpusFacts, directory: Path, stop: StopRequest, take_turns: bool
 ) -> dict[str, Any] | None:
     settings = dataclasses.replace(settings, workdir=str(directory))
     try:
-        result = train(settings, limit_minutes=stop.minutes_left())
+        result = train(settings, limit_minutes=stop.minutes_left(), take_turns=take_turns)
     except TrainingDiverged as error:
         return {"ended": "diverged", "why": str(error)}
     if not result.finished:
         return None
     steps = [record for record in read_metrics(directory) if "tokens_per_second" in record]
-    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu") if alone}
+    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu")}
     return {
         "ended": "steps",
         "bits_per_byte": result.validation_bits_per_byte,

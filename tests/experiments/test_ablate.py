@@ -37,10 +37,11 @@ def store(tmp_path):
 @pytest.fixture
 def trained(monkeypatch):
     """What the training loop was asked for, and what it shall answer: bits per byte by (row's fields, seed)."""
-    asked, limits, answers = [], [], {}
+    asked, limits, turns, answers = [], [], [], {}
 
-    def train(settings, *, limit_minutes):
+    def train(settings, *, limit_minutes, take_turns):
         asked.append(settings)
+        turns.append(take_turns)
         limits.append(limit_minutes)
         Path(settings.workdir, CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         speeds = '{"step": 1, "tokens_per_second": 7000.0, "mfu": 0.125}\n'
@@ -55,7 +56,7 @@ def trained(monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(training_runs, "train", train)
-    return SimpleNamespace(asked=asked, limits=limits, answers=answers)
+    return SimpleNamespace(asked=asked, limits=limits, turns=turns, answers=answers)
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.name)
@@ -139,12 +140,12 @@ def test_a_second_process_begins_with_another_program(corpus, store, trained):
     assert seen == [(0, 0), (1, 0), (1, 4)]
 
 
-def test_speeds_are_kept_unless_the_device_is_shared(corpus, store, trained):
+def test_runs_take_turns_when_told_to(corpus, store, trained):
     ablation = Ablation(TABLE, ("3:1",), 1, {**corpus, "dtype": "float32"})
-    assert run_table(ablation, store, StopRequest(), beside_others=True)
+    assert run_table(ablation, store, StopRequest(), take_turns=True)
     assert run_table(dataclasses.replace(ablation, seeds=2), store, StopRequest())
-    first, second = sorted(store.entries(), key=lambda e: e.config["seed"])
-    assert "tokens_per_second" not in first.result and second.result["tokens_per_second"] == 7000.0
+    assert trained.turns == [True, False]
+    assert [entry.result["tokens_per_second"] for entry in store.entries()] == [7000.0, 7000.0]
 
 
 def test_another_corpus_is_refused_and_a_moved_one_is_not(corpus, store, trained, tmp_path):

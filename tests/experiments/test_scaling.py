@@ -42,7 +42,7 @@ def trained(monkeypatch):
     """What the training loop was asked for, and what it answers: losses of LAWS, less a little for each seed."""
     asked, answers = [], {}
 
-    def train(settings, *, limit_minutes):
+    def train(settings, *, limit_minutes, take_turns):
         asked.append(settings)
         overrides = settings.overrides
         model = next(m for m, fields in MODELS.items() if fields.items() <= overrides.items())

@@ -30,6 +30,7 @@ from experiments.tokenization import get_tokenizer
 from experiments.train import config_from_flags, define_flags, report
 from experiments.train_config import TrainConfig, parse_overrides
 from experiments.trigram import Trigram
+from experiments.turns import turn
 from kimi_jax import KimiLM, get_config, load_hf, save_hf
 from kimi_jax.checkpoints import load_model
 from kimi_jax.layers import RouterBias
@@ -253,6 +254,19 @@ def test_an_infinite_loss_stops_the_run_and_keeps_the_last_checkpoint(text, tmp_
     assert steps[-1] == bad - 1 and len(losses(tmp_path)) == bad - 1
     assert np.isfinite(losses(tmp_path)).all()
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_run_waits_for_its_turn(text, tmp_path, finished, monkeypatch):
+    """Not before it has compiled, and not beyond its limit; what it computes stays the same."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(tmp_path))  # nobody else's turn
+    config = small_config(text, tmp_path)
+    with turn() as mine:
+        waited = train(config, limit_minutes=0.02, take_turns=True)
+    assert mine and not waited.finished and waited.step == 1
+    assert train(config, take_turns=True)[1:] == finished[0][1:]
+    assert losses(tmp_path) == losses(finished[0].workdir)
+    with turn(iter([False, True]).__next__) as mine:  # one attempt: the run has given it back
+        assert mine
 
 
 class MeshCase(NamedTuple):
