@@ -9,8 +9,10 @@ that all of them must have the plain residual's loss.
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,7 +71,8 @@ def train_step_suite(
     ms, differences, sizes = {}, {}, {}
     for case in cases:
         asked = [name for name in case.implementations if implementations is None or name in implementations]
-        models = {name: _Model(case, name) for name in asked}
+        with ThreadPoolExecutor() as threads:  # compiling takes minutes, of a core for each
+            models = dict(zip(asked, threads.map(partial(_Model, case), asked), strict=True))
         first = {name: model.first_loss for name, model in models.items()}
         for name in asked:
             if "standard" in first and name != "standard":
@@ -83,7 +86,7 @@ def train_step_suite(
             beside = {} if plain is None or name == "standard" else {"standard": plain["median"]}
             ms[f"{case.name} step: {name}"] = {
                 **times,
-                **beside,  # that of the same run: compiling takes so long that each may have one to itself
+                **beside,  # that of the same run, since implementations may have runs of their own
                 "tokens_per_s": round(1e3 * case.B * case.T / times["median"]),
                 "temporary_MiB": round(models[name].temporary_bytes / 2**20, 1),
                 "parameters": models[name].parameters,
