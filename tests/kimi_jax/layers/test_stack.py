@@ -299,17 +299,17 @@ class Peak(NamedTuple):
         return f"{self.platform}_{'scan' if self.scan else 'unrolled'}_{self.layers}"
 
 
-# The field case asks for 1.15. Reached unrolled: 1.05 in float32 on CPU, 0.99 in bfloat16 on Hopper, where kernels add
-# the bank's cotangents up in place. Under a scan the bounds are what was measured, plus a little: 2.10 (CPU) and 2.42
-# (TPU) by the XLA path, 1.45 on Hopper, since compilers also copy the bank that the loops carry. Half the layers, 1.09
-# on CPU, take a quarter of the time; a bank more than there should be would be 1.2.
+# The field case asks for 1.15. Reached on Hopper, where kernels add the bank's cotangents up in place, in bfloat16: 0.99
+# unrolled, 1.14 under a scan; and unrolled on CPU, 1.05 in float32. Under a scan the XLA path takes 2.10 (CPU) and 2.42
+# (TPU), since compilers also copy the bank that the loops carry: those bounds are what was measured, plus a little. Half
+# the layers, 1.09 on CPU, take a quarter of the time; a bank more than there should be would be 1.2.
 PEAKS = [
     Peak("cpu", False, 1.15, layers=24),
     pytest.param(Peak("cpu", False, 1.15), marks=pytest.mark.exhaustive),
     pytest.param(Peak("cpu", True, 2.2), marks=pytest.mark.exhaustive),
     pytest.param(Peak("tpu", True, 2.5), marks=pytest.mark.exhaustive),  # most of a minute
     pytest.param(Peak("hopper", False, 1.15), marks=pytest.mark.exhaustive),
-    pytest.param(Peak("hopper", True, 1.5), marks=pytest.mark.exhaustive),
+    pytest.param(Peak("hopper", True, 1.15), marks=pytest.mark.exhaustive),
 ]
 
 
