@@ -3,7 +3,9 @@
 Public name: `attn_res_put`.
 """
 
+import importlib
 from functools import partial, reduce
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +29,8 @@ def attn_res_put(bank, row, count, *, replayed: bool = False) -> tuple[jax.Array
         written, and row gets the cotangent of its place.
 
     Only rows below `count` get a cotangent; in the places of the others lies anything, as nobody can have read them.
-    On Hopper nothing but the new row is written, where `attn_res` takes its kernels and the arrays lie on one device;
-    elsewhere the whole bank is, since XLA cannot tell before which row it will be.
+    On Hopper and TPU nothing but the new row is written, where `attn_res` takes its kernels and the arrays lie on one
+    device; elsewhere the whole bank is, since XLA cannot tell before which row it will be.
 
     Raises ValueError for a row that is not as those of the bank.
     """
@@ -41,10 +43,8 @@ def attn_res_put(bank, row, count, *, replayed: bool = False) -> tuple[jax.Array
 def _put(replayed, bank, row, count):
     if replayed:
         return bank
-    if _by_kernel(bank):
-        from .mosaic_gpu.bank import put
-
-        return by_token(put)(bank, row, count)
+    if kernels := _kernels(bank):
+        return by_token(kernels.put)(bank, row, count)
     return tuple(jnp.where(count == i, row, old) for i, old in enumerate(bank))
 
 
@@ -54,10 +54,8 @@ def _put_forward(replayed, bank, row, count):
 
 def _put_backward(replayed, count, bank_bar):
     # The old row's cotangent is 0, but to clear it would read and write the whole bank.
-    if _by_kernel(bank_bar):
-        from .mosaic_gpu.bank import take
-
-        return bank_bar, by_token(take)(bank_bar, count), None
+    if kernels := _kernels(bank_bar):
+        return bank_bar, by_token(kernels.take)(bank_bar, count), None
     row_bar = reduce(jnp.add, [jnp.where(count == i, bar, 0) for i, bar in enumerate(bank_bar)])
     return bank_bar, row_bar, None
 
@@ -65,7 +63,10 @@ def _put_backward(replayed, count, bank_bar):
 _put.defvjp(_put_forward, _put_backward)
 
 
-def _by_kernel(bank) -> bool:
+def _kernels(bank) -> ModuleType | None:
+    """The machine's file with `put` and `take`; None: by XLA."""
     one_device = jax.sharding.get_abstract_mesh().size <= 1 and not varying(bank)  # 0: there is none
-    vector = jax.ShapeDtypeStruct(bank[0].shape[-1:], jnp.float32)
-    return one_device and bank[0].size > 0 and backend_of(bank, vector) == "mosaic_gpu"
+    if not one_device or not bank[0].size:
+        return None
+    backend = backend_of(bank, jax.ShapeDtypeStruct(bank[0].shape[-1:], jnp.float32))
+    return importlib.import_module(f".{backend}.bank", __package__) if backend.startswith("mosaic") else None

@@ -1,4 +1,5 @@
-"""attn_res_put: one more live row. The kernels are lowered here, and run where a Hopper GPU is."""
+"""attn_res_put: one more live row. The GPU's kernels are lowered here and run where a Hopper GPU is, the TPU's
+interpreted."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,8 @@ import pytest
 
 from experiments.gpu_aot import hopper_mesh, lower_for_hopper
 from pallas_kernels import attn_res_put
+from pallas_kernels.attn_res.mosaic_tpu.bank import put, take
+from tests.pallas_kernels.kda_support import interpreted
 
 ROWS = 4
 
@@ -41,6 +44,16 @@ def check(D, dtype):
 
 def test_a_row_is_put_and_its_cotangent_taken():
     check(24, "float32")
+
+
+def test_on_a_tpu():
+    bank, row = arrays()
+    with interpreted():
+        for count in range(ROWS + 1):
+            after, taken = jax.jit(put)(bank, row, jnp.int32(count)), jax.jit(take)(bank, jnp.int32(count))
+            for i in range(ROWS):
+                np.testing.assert_array_equal(after[i], row if i == count else bank[i])
+            np.testing.assert_array_equal(taken, bank[min(count, ROWS - 1)])
 
 
 @pytest.mark.gpu

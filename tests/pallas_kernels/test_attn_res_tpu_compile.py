@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.tpu_aot import GENERATIONS, compile_for
 from experiments.tpu_schedule_attn_res import Mix, find_mix
+from pallas_kernels import attn_res_put
 from pallas_kernels.attn_res import mosaic_tpu
 from pallas_kernels.attn_res.inputs import check_inputs
 from pallas_kernels.attn_res.kernels import mix_by
@@ -81,6 +82,12 @@ def test_a_mixture_alone(generation):
     assert compiled.kernels["attn_res_forward"].grid == (64,)
 
 
+def test_one_row_of_a_bank_is_written_by_a_kernel():
+    """As a scan carries it."""
+    compiled = compile_for(f"{HERE}:growing_bank", {}, "v5e", profile=False)
+    assert set(compiled.kernels) == {"bank_put", "bank_take"}
+
+
 def test_under_enable_x64():
     """Where python ints are int64, which Mosaic knows nothing of. A buffer with a traced int64 count, odd tokens."""
     compiled = compile_for(f"{HERE}:wide_program", {}, "v6e", profile=False)
@@ -99,6 +106,20 @@ def test_a_mesh_moves_only_the_vectors_gradients():
 def _loss(sources, query, count=None):
     inputs = check_inputs(sources, query, output_scale=query, count=count)
     return jnp.sum(mix_by(mosaic_tpu.MACHINE, inputs, False).astype(jnp.float32) ** 2)
+
+
+def growing_bank():
+    def loss(x, bank):
+        def step(carry, count):
+            bank, x = carry
+            x = jnp.tanh(x)
+            return (attn_res_put(bank, x, count), x), None
+
+        bank, _ = jax.lax.scan(step, (bank, x), jnp.arange(4, dtype=jnp.int32))[0]
+        return sum(jnp.sum(row.astype(jnp.float32)) * (i + 1) for i, row in enumerate(bank))
+
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    return jax.jit(jax.value_and_grad(loss)), (x, (x,) * 4)
 
 
 def wide_program():

@@ -299,10 +299,10 @@ class Peak(NamedTuple):
         return f"{self.platform}_{'scan' if self.scan else 'unrolled'}_{self.layers}"
 
 
-# The field case asks for 1.15. Reached on Hopper, where kernels add the bank's cotangents up in place, in bfloat16: 0.99
-# unrolled, 1.14 under a scan; and unrolled on CPU, 1.05 in float32. Under a scan the XLA path takes 2.10 (CPU) and 2.42
-# (TPU), since compilers also copy the bank that the loops carry: those bounds are what was measured, plus a little. Half
-# the layers, 1.09 on CPU, take a quarter of the time; a bank more than there should be would be 1.2.
+# The field case asks for 1.15. Reached on Hopper, where kernels add the bank's cotangents up in place, in bf16: 0.99
+# unrolled, 1.14 under a scan; and unrolled on CPU, 1.05 in float32. By the XLA path a scan takes 2.10 (CPU) and 2.42
+# (TPU), since compilers also copy the bank that the loop carries: those bounds are what was measured, plus a little.
+# Half the layers, 1.09 on CPU, take a quarter of the time; a bank more than there should be would be 1.2.
 PEAKS = [
     Peak("cpu", False, 1.15, layers=24),
     pytest.param(Peak("cpu", False, 1.15), marks=pytest.mark.exhaustive),
