@@ -174,24 +174,30 @@ def lookup(table: nnx.Variable, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     Under tensor parallelism every shard looks up the ids of its own slice of the vocabulary and the shards are summed,
     so the table never travels. Ids outside [0, vocab) give zeros on a mesh and are the caller's error anywhere.
+    The gradient of a row, a sum over all places of its id, is added up in float32 at least.
     """
-    table_VD = gathered(table[...].astype(dtype), logical_axes(table))
     table_spec = current_spec(logical_axes(table))
     if table_spec is None:
-        return jnp.take(table_VD, ids, axis=0)
+        return _rows(table[...], ids, dtype)
+    table_VD = gathered(table[...].astype(dtype), logical_axes(table))
     ids_spec = _fit(current_spec(("batch", None)), ids.shape, ("batch", None))
     vocab_axes = table_spec[0]
 
     def shard_lookup(table_shard, ids_shard):
         if vocab_axes is None:
-            return jnp.take(table_shard, ids_shard, axis=0)
+            return _rows(table_shard, ids_shard, dtype)
         local = ids_shard - jax.lax.axis_index(vocab_axes) * table_shard.shape[0]
         mine = (local >= 0) & (local < table_shard.shape[0])
-        rows = jnp.take(table_shard, jnp.where(mine, local, 0), axis=0)
+        rows = _rows(table_shard, jnp.where(mine, local, 0), dtype)
         return jax.lax.psum(jnp.where(mine[..., None], rows, 0), vocab_axes)
 
     in_specs, out_spec = (P(vocab_axes, None), ids_spec), P(*ids_spec, None)
     return jax.shard_map(shard_lookup, in_specs=in_specs, out_specs=out_spec)(table_VD, _place(ids, ids_spec))
+
+
+def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows in dtype, whose gradients are added up in float32: in bfloat16 the sum over a frequent id stops growing."""
+    return jnp.take(table.astype(jnp.promote_types(table.dtype, jnp.float32)), ids, axis=0).astype(dtype)
 
 
 def check_divisible(config, mesh: Mesh | jax.sharding.AbstractMesh, rules: ShardingRules = RULES) -> None:

@@ -1,5 +1,6 @@
 """On eight fake devices: the loss and every gradient of one device, no gathered activations, errors by name."""
 
+import contextlib
 import functools
 import re
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from kimi_jax import KimiLM, lm_loss
 from kimi_jax import sharding as sharding_lib
 from kimi_jax.sharding import ShardingRules, check_divisible, constrain, create_sharded, make_mesh, param_shardings
 from tests.kimi_jax.small_models import EXPERTS, small_config, small_model, tokens_for
-from tests.support import F32_FORWARD, F32_GRADIENT, assert_close
+from tests.support import BF16_GRADIENT, F32_FORWARD, F32_GRADIENT, assert_close
 
 BATCH, LENGTH = 8, 18  # a length that no parameter has
 
@@ -116,6 +117,25 @@ def shapes_at_use(params: nnx.State, mesh) -> set[tuple[int, ...]]:
             shape = used.shard_shape(leaf.shape)
             shapes |= {shape, shape[1:]}
     return shapes
+
+
+@pytest.mark.parametrize("sizes", [None, {"data": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_the_gradient_of_a_frequent_id_is_whole(sizes):
+    """8000 places of one id: added up in bfloat16, the sum would stop growing at 256."""
+    ids = jnp.zeros((8, 1000), jnp.int32).at[:, ::10].set(5)
+    bars = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, (8, 1000, 4)), jnp.bfloat16)
+    table = nnx.Param(jnp.ones((8, 4)), axes=("vocab", "embed"))
+    graphdef, params = nnx.split(nnx.Dict(table=table))
+
+    def loss(params, ids, bars):
+        rows = sharding_lib.lookup(nnx.merge(graphdef, params)["table"], ids, jnp.bfloat16)
+        return jnp.sum(rows.astype(jnp.float32) * bars.astype(jnp.float32))
+
+    with jax.set_mesh(make_mesh(sizes)) if sizes else contextlib.nullcontext():
+        found = jax.tree.leaves(jax.jit(jax.grad(loss))(params, ids, bars))[0]
+    expected = np.zeros((8, 4))
+    np.add.at(expected, np.asarray(ids), np.asarray(bars, np.float64))
+    assert_close(found, expected, F32_GRADIENT if sizes is None else BF16_GRADIENT)
 
 
 def test_tensor_parallel_activations_stay_cut():
