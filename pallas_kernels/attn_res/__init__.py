@@ -74,8 +74,8 @@ def attn_res(
       eps: a Python number >= 0, added to the mean square.
       return_lse: also return the log-sum-exp of the scores.
       return_sources: also return the sources, as they were given. Whoever uses those from then on, in place of the ones
-        given, has the cotangents of all uses added up as they are made, by the kernels for Hopper in place: a source
-        that many sites read (a bank) else gets an array from each of them, to be added later.
+        given, has the cotangents of all uses added up as they are made, by the kernels in place: a source that many
+        sites read (a bank) else gets an array from each of them, to be added later.
       backend: "auto", "reference", "xla", "mosaic_tpu" or "mosaic_gpu" (its kernels for TPU and for NVIDIA Hopper,
         which "auto" takes there where they serve the call). The results agree to rounding.
 

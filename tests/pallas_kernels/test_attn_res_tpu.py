@@ -128,6 +128,62 @@ def test_sources_handed_on_add_their_cotangents():
         assert_close(a, b, F32_GRADIENT)
 
 
+@cache
+def adding(case: Case):
+    """jitted (arrays, others, count, cotangents) -> gradients by name, the sources' added to others."""
+
+    def run(arrays, others, count, bar, lse_bar):
+        def mix(arrays):
+            return mix_by(mosaic_tpu.MACHINE, check_inputs(**arrays, count=count, eps=case.eps), True, True)
+
+        if not case.buffer:
+            arrays, others = {**arrays, "sources": tuple(arrays["sources"])}, tuple(others)
+        grads = jax.vjp(mix, arrays)[1]((bar.astype(case.dtype), lse_bar, others))[0]
+        if not case.buffer:
+            grads["sources"] = jnp.stack(grads["sources"])
+        return {f"d{n}": x for n, x in grads.items()}
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
+@pytest.mark.parametrize("case", [
+    Case("rows", 5, M=256, D=200, key_scale=True, output_scale=True),
+    Case("rows_bf16", 2, M=384, dtype="bfloat16"),
+    Case("buffer_bf16", 3, M=256, D=24, dtype="bfloat16", buffer=True),
+    Case("rows_counted", 5, M=640, D=24, count=3, sequence=True),
+    Case("rows_counted_bf16", 4, M=384, D=128, count=2, sequence=True, dtype="bfloat16", key_scale=True),
+    Case("buffer_counted_rows", 4, M=384, D=24, count=2, buffer=True),
+    Case("ragged", 3, M=300, D=24, count=2, sequence=True),
+], ids=lambda c: c.name)  # fmt: skip
+def test_gradients_are_added_to_others(case):
+    """On two cores without races: each gradient, and what a dead row had to the bit."""
+    arrays, bar, lse_bar = problem(case)
+    others = np.array(jnp.asarray(np.random.default_rng(3).normal(size=arrays["sources"].shape), case.dtype))
+    count = None if case.count is None else jnp.int32(case.count)
+    with interpreted(dataclasses.replace(TPU, detect_races=True, num_cores_or_threads=2)):
+        found = adding(case)(arrays, others, count, jnp.asarray(bar, jnp.float32), jnp.asarray(lse_bar, jnp.float32))
+        jax.block_until_ready(found)
+        assert interpret_pallas_call.races.races_found is False
+    wide = run(mix_plainly, case, jnp.float64)
+    wide["dsources"] += others.astype(np.float64)
+    for name, value in found.items():
+        if name == "dsources" and case.count is not None:
+            np.testing.assert_array_equal(value[case.count :], others[case.count :])
+        assert_close(value, wide[name], BF16_GRADIENT if case.dtype == "bfloat16" else F32_GRADIENT, name)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_others_that_do_not_fit_are_added_outside(monkeypatch):
+    def plan(*args, adds=False, **options):
+        return None if adds else make_plan(*args, **options)
+
+    monkeypatch.setitem(mosaic_tpu.MACHINE.backward.__globals__, "make_plan", plan)
+    case = Case("outside", 2, D=24)
+    arrays, bar, lse_bar = problem(case)
+    found = adding(case)(arrays, np.ones_like(arrays["sources"]), None, jnp.float32(bar), jnp.float32(lse_bar))
+    assert_close(found["dsources"], run(mix_plainly, case, jnp.float64)["dsources"] + 1, F32_GRADIENT)
+
+
 def check(case: Case, **options):
     low = case.dtype == "bfloat16"
     forward, gradient = (BF16_FORWARD, BF16_GRADIENT) if low else (F32_FORWARD, F32_GRADIENT)

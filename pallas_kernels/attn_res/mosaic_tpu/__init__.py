@@ -2,11 +2,9 @@
 
 forward.py and backward.py are the kernels, plan.py cuts a call into blocks of tokens, tiles.py walks through a block.
 The traffic is the least there is: the forward reads every source once and writes the mixture, the backward reads the
-sources and the mixture's cotangent once and writes the sources' gradients; besides them 1 KiB a token each way.
+sources and the mixture's cotangent once and writes the sources' gradients, or adds them in place to what the sources
+get from elsewhere; besides them 1 KiB a token each way. bank.py puts a row into a bank.
 """
-
-import jax
-import jax.numpy as jnp
 
 from ..inputs import Inputs
 from ..kernels import Machine, common_limits
@@ -17,13 +15,7 @@ from .plan import make_plan
 __all__ = ["MACHINE", "tpu_limits"]
 
 
-def _backward(*arguments):
-    *arguments, others = arguments
-    sources_bar, *vectors = backward(*arguments)
-    return sources_bar if others is None else jax.tree.map(jnp.add, sources_bar, others), *vectors
-
-
-MACHINE = Machine(forward, _backward)
+MACHINE = Machine(forward, backward)
 
 
 def tpu_limits(inputs: Inputs) -> str | None:

@@ -8,6 +8,9 @@
 
 Steps run in order on each core, and what is summed over tokens stays in VMEM from one to the next: the gradients of
 the gain and of output_scale leave once per core, and are always added up in the same order.
+
+Cotangents that the sources have from elsewhere (`others`) lie where the gradients go: spread adds to them in float32
+and the sum is written in their place.
 """
 
 from functools import partial
@@ -31,9 +34,15 @@ SPREAD = 4  # and with three columns of two registers each
 CORES = 2  # parts of the tokens: a chip's two cores take one each, a single core one after the other
 
 
-def backward(static: Static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar):
+def backward(static: Static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar, others=None):
     """Gradients of sources, gain [D] and output_scale [D] or None; arguments as in kernels.py."""
-    p = make_plan(sources, output_scale is not None, count is not None, backward=True)
+    adds = others is not None
+    p = make_plan(sources, output_scale is not None, count is not None, backward=True, adds=adds)
+    # Too wide to hold the others beside the rest; or, of a last block that is not full, the interpreter gives in-place
+    # results of another shape, and what is not tested is not used.
+    if p is None or (adds and p.tokens % p.block):
+        own, *vectors = backward(static, sources, gain, output_scale, count, saved, mixture_bar, lse_bar)
+        return jax.tree.map(jnp.add, own, others), *vectors
     parts = min(CORES, p.steps)
     turns = -(-p.steps // parts)
 
@@ -46,10 +55,15 @@ def backward(static: Static, sources, gain, output_scale, count, saved, mixture_
     in_specs += [tokens(p, width, step) for width in (p.dim, 1, LANES)] + [whole(1, p.dim)] * len(vectors)
     if isinstance(sources, tuple):
         out_shape = [jax.ShapeDtypeStruct((p.tokens, p.dim), p.dtype)] * p.sources
-        out_specs = [tokens(p, p.dim, step)] * p.sources
+        out_specs = [_adding(p, i, step) if adds else tokens(p, p.dim, step) for i in range(p.sources)]
     else:
         out_shape = [jax.ShapeDtypeStruct(sources.shape, p.dtype)]
         out_specs = [pl.BlockSpec((p.sources, p.block, p.dim), lambda *at: (ZERO, step(*at), ZERO))]
+    aliases = {}
+    if adds:
+        aliases = {len(operands) + p.counted + i: i for i in range(len(out_specs))}  # the count is an operand too
+        operands += jax.tree.leaves(others)
+        in_specs += out_specs
     summed = 8  # rows, to be added up outside
     out_shape += [jax.ShapeDtypeStruct((parts, summed, p.dim), jnp.float32)] * len(vectors)
     out_specs += [pl.BlockSpec((None, summed, p.dim), lambda part, *_: (part, ZERO, ZERO))] * len(vectors)
@@ -58,21 +72,41 @@ def backward(static: Static, sources, gain, output_scale, count, saved, mixture_
     if p.scaled:
         scratch += [pltpu.VMEM((p.block, p.dim), jnp.float32)] * 2 + [table, table]
     results = call(
-        partial(_kernel, p, static.eps, turns, not isinstance(sources, tuple)), "attn_res_backward", p, (parts, turns),
-        ("parallel", "arbitrary"), count, operands, in_specs, out_shape, out_specs, scratch,
+        partial(_kernel, p, static.eps, turns, not isinstance(sources, tuple), adds), "attn_res_backward", p,
+        (parts, turns), ("parallel", "arbitrary"), count, operands, in_specs, out_shape, out_specs, scratch, aliases,
     )  # fmt: skip
     sums = [jnp.sum(x, axis=(0, 1)) for x in results[len(results) - len(vectors) :]]
     sources_bar = tuple(results[: p.sources]) if isinstance(sources, tuple) else results[0]
     return sources_bar, sums[0], (sums[1] if p.scaled else None)
 
 
-def _kernel(p: Plan, eps: float, turns: int, buffer: bool, *refs):
+def _adding(p: Plan, i: int, step) -> pl.BlockSpec:
+    """Windows of the others of row i, and of their sum with its gradient.
+
+    Those of a dead row stay at the first tokens of a core's part, which no other core touches: what is read once is
+    written back once.
+    """
+
+    def at(part, turn, *count):
+        if p.counted:
+            turn = jnp.where(np.int32(i) < count[0][0], turn, ZERO)
+        return step(part, turn), ZERO
+
+    return pl.BlockSpec((p.block, p.dim), at)
+
+
+def _kernel(p: Plan, eps: float, turns: int, buffer: bool, adds: bool, *refs):
     count, refs = read_count(p, refs)
     sources, (mixture_bar, lse_bar, saved, gain, *refs) = refs[: p.sources], refs[p.sources :]
     scale, refs = (refs[0], refs[1:]) if p.scaled else (None, refs)
-    sources_bar, refs = ([refs[0].at[np.int32(i)] for i in range(p.sources)], refs[1:]) if buffer else (
-        refs[: p.sources], refs[p.sources :],
-    )  # fmt: skip
+
+    def rows_of(refs):
+        if buffer:
+            return [refs[0].at[np.int32(i)] for i in range(p.sources)], refs[1:]
+        return refs[: p.sources], refs[p.sources :]
+
+    others, refs = rows_of(refs) if adds else (None, refs)
+    sources_bar, refs = rows_of(refs)
     gain_bar, refs = refs[0], refs[1:]
     scale_bar, refs = (refs[0], refs[1:]) if p.scaled else (None, refs)
     dots, weights, slopes, shrinks, *again = refs
@@ -96,7 +130,7 @@ def _kernel(p: Plan, eps: float, turns: int, buffer: bool, *refs):
         over_tiles(partial(_dot, p, sources, g, dots))
         _weigh(p, count, dots, saved, lse_bar, weights, slopes, shrinks)
         tables = weights, slopes, shrinks
-        over_tiles(partial(_spread, p, sources, sources_bar, g, gain, gain_bar, tables, count, step))
+        over_tiles(partial(_spread, p, sources, others, sources_bar, g, gain, gain_bar, tables, count, step))
 
 
 def _tables(p: Plan, saved, weights):
@@ -182,7 +216,7 @@ def _weigh(p: Plan, count, dots, saved, lse_bar, weights, slopes, shrinks):
     over_batches(p, body)
 
 
-def _spread(p: Plan, sources, sources_bar, g, gain, gain_bar, tables, count, step, rows):
+def _spread(p: Plan, sources, others, sources_bar, g, gain, gain_bar, tables, count, step, rows):
     """Of some rows: the gradients of the sources, and their part of the gain's."""
     for group in groups(p.sources, SPREAD):
         shares, slopes, shrinks = (columns(table, rows, group) for table in tables)
@@ -196,6 +230,8 @@ def _spread(p: Plan, sources, sources_bar, g, gain, gain_bar, tables, count, ste
                     term, v_bar = slope * v, share * bar + slope * u - shrink * v
                     if count is not None:
                         term, v_bar = (jnp.where(np.int32(i) < count, x, 0) for x in (term, v_bar))
+                    if others is not None:  # a dead row's may be anything, and stay what they are
+                        v_bar = v_bar + others[i][rows, lanes].astype(jnp.float32)
                     sources_bar[i][rows, lanes] = v_bar.astype(p.dtype)
                     total = term if total is None else total + term
                 gain_bar[:, lanes] += fold(_real(p, rows, step, total))

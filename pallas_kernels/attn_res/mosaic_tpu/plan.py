@@ -49,28 +49,32 @@ class Plan(NamedTuple):
         return self.tokens % self.rows != 0
 
 
-def make_plan(sources, scaled: bool, counted: bool, *, backward: bool) -> Plan | None:
-    """The plan of a call on flat tokens; None if not even the smallest block fits. Arrays may be shapes."""
+def make_plan(sources, scaled: bool, counted: bool, *, backward: bool, adds: bool = False) -> Plan | None:
+    """The plan of a call on flat tokens; None if not even the smallest block fits. Arrays may be shapes.
+
+    adds: the backward adds the sources' gradients to arrays that are there.
+    """
     N = len(sources) if isinstance(sources, tuple) else sources.shape[0]
     *tokens, dim = sources[0].shape if isinstance(sources, tuple) else sources.shape[1:]
     dtype = jax.tree.leaves(sources)[0].dtype
     rows = 32 // dtype.itemsize  # 8 of float32, 16 of bfloat16
     M = int(np.prod(tokens, dtype=np.int64))
+    arrays = (1 + backward + adds) * N + 1
     plan = Plan(N, M, dim, dtype, rows, rows, counted, scaled)
-    if _vmem(plan, backward) > VMEM_LIMIT - (2 << 20):
+    if _vmem(plan, arrays, backward) > VMEM_LIMIT - (2 << 20):
         return None
     for block in (b for b in (MOST, 64, 32, 16, 8) if b > rows):
         bigger = plan._replace(block=block)
         bound = WANTED if block > 32 else VMEM_LIMIT - (8 << 20)  # with few tokens a step's latency shows
-        if block < 2 * M and _vmem(bigger, backward) <= bound:
+        if block < 2 * M and _vmem(bigger, arrays, backward) <= bound:
             return bigger
     return plan
 
 
-def _vmem(p: Plan, backward: bool) -> int:
-    """Bytes of windows, two of each, and scratch."""
+def _vmem(p: Plan, arrays: int, backward: bool) -> int:
+    """Bytes of windows, two of each, of so many arrays [M, D], and of scratch."""
     width = -(-p.dim // LANES) * LANES
-    windows = p.block * width * p.dtype.itemsize * (2 * p.sources + 1 if backward else p.sources + 1)
+    windows = p.block * width * p.dtype.itemsize * arrays
     tables = p.block * LANES * 4
     scratch = tables * (p.sources * (1 if backward else 2) + 8)
     wide = p.block * width * 4 * p.scaled * (2 if backward else 1)
@@ -117,8 +121,10 @@ def read_count(p: Plan, refs) -> tuple[jax.Array | None, tuple]:
     return (refs[0][0], refs[1:]) if p.counted else (None, refs)
 
 
-def call(kernel, name, p: Plan, grid, semantics, count, operands, in_specs, out_shape, out_specs, scratch):
-    """pallas_call with the count, if there is one, ahead of the operands."""
+def call(
+    kernel, name, p: Plan, grid, semantics, count, operands, in_specs, out_shape, out_specs, scratch, aliases=None
+):
+    """pallas_call with the count, if there is one, ahead of the operands, also in aliases' numbers."""
     prefetch = [count.astype(jnp.int32).reshape(1)] if p.counted else []
     kind = jax.typeof(operands[0]).manual_axis_type
     out_shape = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=kind) for s in out_shape]
@@ -130,5 +136,6 @@ def call(kernel, name, p: Plan, grid, semantics, count, operands, in_specs, out_
         name=name,
         grid_spec=spec,
         out_shape=out_shape,
+        input_output_aliases=aliases or {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT),
     )(*prefetch, *operands)
