@@ -310,9 +310,16 @@ def _scan_with_recompute(residual, graphdefs, pieces, params, state, ids):
 
         def step(bars, params_and_kept):
             params, kept = params_and_kept
-            params_bar = ()
-            for piece, (sum_, count) in zip(reversed(pieces), reversed(kept), strict=True):
-                bars, piece_bar = pull_back(piece, params, sum_, count, bars)
+            kept, params_bar = list(kept), ()
+            for i in reversed(range(len(pieces))):
+                bars, piece_bar = pull_back(pieces[i], params, *kept[i], bars)
+                # All of them before anything of the piece before, its recomputation too: else the cotangents of the
+                # bank, or of matrices, may wait, and with them all that they need; and two pieces need room at a time.
+                # What is recomputed waits for its count, where there is one: a sum would be copied.
+                sum_, count = kept[i - 1]
+                first = sum_ if count is None else count
+                bars, piece_bar, first = jax.lax.optimization_barrier((bars, piece_bar, first))
+                kept[i - 1] = (first, None) if count is None else (sum_, first)
                 params_bar = piece_bar + params_bar
             return bars, params_bar
 
@@ -321,9 +328,7 @@ def _scan_with_recompute(residual, graphdefs, pieces, params, state, ids):
                 return run_piece(piece, params, bank, sum_, count, ids, replayed=True)[:2]
 
             piece_bar, *bars = jax.vjp(call, params[piece], final_bank, sum_)[1](bars)
-            # All of them before anything of the piece before: else those of the bank, or of matrices, may wait, and
-            # with them all that they need.
-            return jax.lax.optimization_barrier((tuple(bars), piece_bar))
+            return tuple(bars), piece_bar
 
         (bank_bar, sum_bar), params_bar = jax.lax.scan(step, (bank_bar, sum_bar), (params, kept), reverse=True)
         return params_bar, bank_bar, sum_bar, None, None
