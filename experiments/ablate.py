@@ -24,7 +24,6 @@ from experiments.configs import SOURCES, TABLES, Table
 from experiments.run_store import RunStore, keep_programs
 from experiments.stopping import StopRequest
 from experiments.training_runs import TrainingRun, make_runs, read_corpus, training_fields
-from experiments.turns import do_not_autotune
 
 # Settings of TrainConfig that are flags here.
 FIELDS = ("data", "validation_data", "tokenizer", "steps", "batch_size", "sequence_length", "learning_rate", "dtype")
@@ -74,8 +73,6 @@ def main(argv: Sequence[str]) -> None:
     values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {list(argv[1:])}; quote a glob, or the shell expands it")
-    if values.take_turns:
-        do_not_autotune()
     table = TABLES[values.table]
     rows = tuple(values.rows) if values.rows else tuple(table.rows)
     fields = {name: values[name].value for name in FIELDS if values[name].value is not None}

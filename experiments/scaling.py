@@ -26,7 +26,6 @@ from experiments.run_store import RunStore, keep_programs
 from experiments.scaling_study import MODELS, SIZES, Study, flops_of, guessed_seconds, tokens_of
 from experiments.stopping import StopRequest
 from experiments.training_runs import CorpusFacts, make_runs, read_corpus, require_same_corpus
-from experiments.turns import do_not_autotune
 
 # Settings of TrainConfig that are flags here; the learning rate is one by itself.
 FIELDS = ("data", "validation_data", "tokenizer", "batch_size", "sequence_length", "dtype")
@@ -74,8 +73,6 @@ def main(argv: Sequence[str]) -> None:
     values = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {list(argv[1:])}; quote a glob, or the shell expands it")
-    if values.take_turns:
-        do_not_autotune()
     try:
         study = study_from_flags(values)
         command = shlex.join(["python", "-m", "experiments.scaling", *_settings(values)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["alone", "do_not_autotune", "turn"]
+__all__ = ["alone", "turn"]
 
 
 @contextmanager
@@ -37,14 +37,6 @@ def turn(give_up: Callable[[], bool] = lambda: False, *, pause: float = 0.02) ->
                 yield True
                 return
         yield False
-
-
-def do_not_autotune() -> None:
-    """For this process, before anything is compiled: XLA times no kernels to choose among them, which would take the
-    device from whose turn it is and tell little beside it. What XLA_FLAGS says of it already stays."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_autotune_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 
 def _lock(name: str) -> Path:
