@@ -146,7 +146,7 @@ def adding(case: Case):
     return jax.jit(run, compiler_options=QUICK)
 
 
-@pytest.mark.parametrize("case", [
+ADDING = [
     Case("rows", 5, M=256, D=200, key_scale=True, output_scale=True),
     Case("rows_bf16", 2, M=384, dtype="bfloat16"),
     Case("buffer_bf16", 3, M=256, D=24, dtype="bfloat16", buffer=True),
@@ -154,7 +154,13 @@ def adding(case: Case):
     Case("rows_counted_bf16", 4, M=384, D=128, count=2, sequence=True, dtype="bfloat16", key_scale=True),
     Case("buffer_counted_rows", 4, M=384, D=24, count=2, buffer=True),
     Case("ragged", 3, M=300, D=24, count=2, sequence=True),
-], ids=lambda c: c.name)  # fmt: skip
+]
+COVERED = ("rows_bf16", "rows_counted", "buffer_counted_rows")  # by the others, but for more blocks or another dtype
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=pytest.mark.exhaustive if c.name in COVERED else ()) for c in ADDING]
+)
 def test_gradients_are_added_to_others(case):
     """On two cores without races: each gradient, and what a dead row had to the bit."""
     arrays, bar, lse_bar = problem(case)
