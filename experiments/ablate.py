@@ -7,8 +7,9 @@
 The tables are in configs/, one file each. A finished run is read from results/TABLE.json and never repeated; one that
 was stopped goes on from its directory under runs/. All runs of a table are of one corpus: another one is refused. The
 same command on another device (CUDA_VISIBLE_DEVICES=1), started meanwhile, shares the runs that are left. Several times
-on one device, with --take_turns each, they compile beside one another and train one at a time. Rows come one after the
-other with all their seeds, which compile once: --seeds=1 first, then more, gives a whole table early.
+on one device, with --take_turns each, they compile beside one another and train one at a time; speeds are not kept
+then, since XLA times kernels on the device for those that compile. Rows come one after the other with all their seeds,
+which compile once: --seeds=1 first, then more, gives a whole table early.
 """
 
 import dataclasses
@@ -101,9 +102,7 @@ if __name__ == "__main__":
         flags.DEFINE_integer(name, None, "In place of the table's.")
     flags.DEFINE_float("learning_rate", None, "In place of the table's.")
     flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Default: float32 on a CPU, else bfloat16.")
-    flags.DEFINE_bool(
-        "take_turns", False, "Compile beside other processes on this device, and train in turn with them."
-    )
+    flags.DEFINE_bool("take_turns", False, "Compile beside other processes on this device, train in turn; no speeds.")
     flags.DEFINE_float("limit_minutes", float("inf"), "Stop then; the same command goes on.")
     flags.DEFINE_string("out", None, "Where results are kept (default: results/TABLE.json).")
     flags.DEFINE_string("runs", "runs", "Where unfinished runs are kept.")

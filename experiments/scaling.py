@@ -109,7 +109,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_bool(
         "take_turns",
         False,
-        "Compile beside other processes on this device, and train in turn with them.",
+        "Compile beside other processes on this device, train in turn; no speeds.",
         flag_values=values,
     )
     flags.DEFINE_float("limit_minutes", math.inf, "Stop then; the same command goes on.", flag_values=values)

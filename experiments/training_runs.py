@@ -89,7 +89,8 @@ def make_runs(
     "training_tokens"} or {"ended": "diverged", "why"}; where the card's peak is known, with "mfu", model FLOPs
     utilisation; where the validation text has domains, with "domains": {name: {"bits_per_byte",
     "trigram_bits_per_byte"}}; with profile_every, with "profiles": those of `depth_profile`, each with its "step". With
-    take_turns this process compiles beside others on its device, and trains when none of those that said so does.
+    take_turns this process compiles beside others on its device, and trains when none of those that said so does; the
+    speeds are left out, since XLA times kernels on the device for those that compile.
 
     Raises ValueError for a corpus that is not the one of the runs in the file.
     """
@@ -159,7 +160,7 @@ def _train(
     if not result.finished:
         return None
     steps = [record for record in read_metrics(directory) if "tokens_per_second" in record]
-    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu")}
+    speeds = {name: [r[name] for r in steps if name in r] for name in ("tokens_per_second", "mfu") if not take_turns}
     return {
         "ended": "steps",
         "bits_per_byte": result.validation_bits_per_byte,

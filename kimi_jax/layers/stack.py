@@ -315,7 +315,8 @@ def _scan_with_recompute(residual, graphdefs, pieces, params, state, ids):
                 bars, piece_bar = pull_back(pieces[i], params, *kept[i], bars)
                 # All of them before anything of the piece before, its recomputation too: else the cotangents of the
                 # bank, or of matrices, may wait, and with them all that they need; and two pieces need room at a time.
-                # What is recomputed waits for its count, where there is one: a sum would be copied.
+                # What is recomputed waits for its count, where there is one: a sum would be copied. (At 0 it is that of
+                # the last piece, which is done.)
                 sum_, count = kept[i - 1]
                 first = sum_ if count is None else count
                 bars, piece_bar, first = jax.lax.optimization_barrier((bars, piece_bar, first))
